@@ -1,0 +1,315 @@
+"""The only place that calls the operating system for files.
+
+Linux and macOS differ here and nowhere else. What macOS does (F_NOCACHE, F_FULLFSYNC,
+F_PREALLOCATE) is written from documentation and has not been run on a Mac.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mbolt_mlx.core.errors import OutputError, ReadError
+
+MACOS = sys.platform == "darwin"
+IOV_MAX = 1024
+# One read of more than INT_MAX bytes, summed over its buffers, fails on macOS.
+READ_MAX = 1 << 30
+DIRECT_ALIGN = 512
+_F_PREALLOCATE, _F_PEOFPOSMODE, _F_ALLOCATEALL = 42, 3, 4
+_RETRIES = 3
+_TRANSIENT = frozenset({errno.EIO, errno.EAGAIN, errno.ETIMEDOUT})
+
+
+def open_read(path: str | os.PathLike[str], *, direct: bool = False) -> int:
+    """Open ``path`` for reading and return its descriptor.
+
+    With ``direct`` the page cache is bypassed (O_DIRECT on Linux, F_NOCACHE on macOS).
+
+    Raises:
+        ReadError: if it cannot be opened, is not a regular file, or its file system has no direct
+            reads.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    if direct and not MACOS:
+        flags |= os.O_DIRECT
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        if direct and error.errno == errno.EINVAL:
+            raise ReadError("the file system has no direct reads", path=path) from error
+        raise ReadError(f"cannot open: {error.strerror}", path=path) from error
+    try:
+        if not is_regular(fd):
+            raise ReadError("not a regular file", path=path)
+        os.set_blocking(fd, True)
+        if direct and MACOS:
+            import fcntl
+
+            fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_regular(fd: int) -> bool:
+    """Whether ``fd`` is a regular file (not a folder, pipe or device)."""
+    return (os.fstat(fd).st_mode & 0o170000) == 0o100000
+
+
+def close(fd: int) -> None:
+    """Close ``fd``."""
+    os.close(fd)
+
+
+def pread_into(
+    fd: int, buffers: Sequence[memoryview], offset: int, *, path: str | None = None
+) -> None:
+    """Fill ``buffers``, one after the other, with the bytes of ``fd`` from ``offset`` on.
+
+    One system call where the limits allow it. Short reads are continued; EINTR is retried by
+    Python itself; EIO is retried twice, then raised.
+
+    Raises:
+        ReadError: at the end of the file or when the drive fails.
+    """
+    total = sum(map(len, buffers))
+    if len(buffers) <= IOV_MAX and total <= READ_MAX:
+        try:
+            if os.preadv(fd, buffers, offset) == total:
+                return
+        except OSError as error:
+            if error.errno not in _TRANSIENT:
+                raise ReadError(
+                    f"read failed: {error.strerror}", path=path, offset=offset
+                ) from error
+    _pread_slowly(fd, [memoryview(b).cast("B") for b in buffers], offset, path)
+
+
+def _pread_slowly(fd: int, pending: list[memoryview], offset: int, path: str | None) -> None:
+    failures = 0
+    pending = [b for b in pending if len(b)]
+    while pending:
+        batch, size = [], 0
+        for buffer in pending[:IOV_MAX]:
+            batch.append(buffer[: READ_MAX - size])
+            size += len(batch[-1])
+            if size >= READ_MAX:
+                break
+        try:
+            got = os.preadv(fd, batch, offset)
+        except OSError as error:
+            failures += 1
+            if error.errno not in _TRANSIENT or failures >= _RETRIES:
+                raise ReadError(
+                    f"read failed: {error.strerror}", path=path, offset=offset
+                ) from error
+            time.sleep(0.01 * failures)
+            continue
+        if got == 0:
+            raise ReadError(
+                "the file ends too early",
+                path=path,
+                offset=offset,
+                expected=f"{sum(map(len, pending))} more bytes",
+            )
+        offset += got
+        while got and pending:
+            taken = min(got, len(pending[0]))
+            pending[0] = pending[0][taken:]
+            got -= taken
+            if not len(pending[0]):
+                pending.pop(0)
+
+
+def open_write(path: str | os.PathLike[str], *, exclusive: bool = False) -> int:
+    """Open ``path`` for reading and writing, made if absent; ``exclusive`` refuses one that exists.
+
+    Raises:
+        OutputError: if it cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if exclusive else 0)
+    try:
+        return os.open(path, flags, 0o666)
+    except OSError as error:
+        raise OutputError(f"cannot write: {error.strerror}", path=path) from error
+
+
+def pwrite_all(fd: int, buffer: memoryview | bytes, offset: int, *, path: str | None = None):
+    """Write all of ``buffer`` at ``offset``.
+
+    Raises:
+        OutputError: when the drive is full, over quota, or fails.
+    """
+    view = memoryview(buffer).cast("B")
+    while len(view):
+        try:
+            done = os.pwrite(fd, view[:READ_MAX], offset)
+        except OSError as error:
+            hint = "free some space and run again: it resumes" if is_full(error) else None
+            raise OutputError(
+                f"write failed: {error.strerror}", path=path, offset=offset, hint=hint
+            ) from error
+        view, offset = view[done:], offset + done
+
+
+def is_full(error: OSError) -> bool:
+    """Whether ``error`` says that the drive or the quota is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def preallocate(fd: int, size: int, *, path: str | None = None) -> None:
+    """Give ``fd`` the size ``size`` in bytes, reserving the space where the system can.
+
+    Raises:
+        OutputError: when there is not that much space.
+    """
+    try:
+        if MACOS:
+            import fcntl
+
+            # struct fstore: flags, position mode, offset, length, bytes allocated.
+            request = struct.pack("Iiqqq", _F_ALLOCATEALL, _F_PEOFPOSMODE, 0, size, 0)
+            try:
+                fcntl.fcntl(fd, _F_PREALLOCATE, request)
+            except OSError as error:
+                if is_full(error):
+                    raise
+            os.ftruncate(fd, size)
+        else:
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+            os.ftruncate(fd, size)
+    except OSError as error:
+        raise OutputError(
+            f"cannot reserve {size} bytes: {error.strerror}", path=path
+        ) from error
+
+
+def sync(fd: int, *, path: str | None = None) -> None:
+    """Wait until the bytes of ``fd`` are on the drive.
+
+    Raises:
+        OutputError: when the drive reports a failure.
+    """
+    try:
+        if MACOS:
+            import fcntl
+
+            try:
+                fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+                return
+            except OSError:
+                pass  # exFAT and network drives have no full sync; the plain one follows
+        os.fsync(fd)
+    except OSError as error:
+        raise OutputError(f"sync failed: {error.strerror}", path=path) from error
+
+
+def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Give ``source`` the name ``target`` in one step and make the new name durable.
+
+    Raises:
+        OutputError: if the system refuses.
+    """
+    try:
+        os.replace(source, target)
+        fd = os.open(Path(target).parent, os.O_RDONLY)
+    except OSError as error:
+        raise OutputError(f"cannot rename: {error.strerror}", path=target) from error
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass  # some file systems cannot sync a folder; the rename itself is atomic
+    finally:
+        os.close(fd)
+
+
+def unlink(path: str | os.PathLike[str]) -> None:
+    """Remove ``path``; an absent one is fine.
+
+    Raises:
+        OutputError: if the system refuses.
+    """
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise OutputError(f"cannot remove: {error.strerror}", path=path) from error
+
+
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make the folder ``path`` and its parents where they are absent.
+
+    Raises:
+        OutputError: if the system refuses.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the folder: {error.strerror}", path=path) from error
+
+
+def free_space(path: str | os.PathLike[str]) -> int:
+    """Bytes that an ordinary user can still write on the drive that holds the folder ``path``."""
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+def advise_sequential(fd: int) -> None:
+    """Tell the system that ``fd`` is read from front to back (no effect on macOS)."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
+def advise_random(fd: int) -> None:
+    """Tell the system that ``fd`` is read here and there, so that it reads nothing ahead."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def drop_cached(fd: int, offset: int = 0, size: int = 0) -> None:
+    """Drop clean pages of ``fd`` from the page cache; ``size`` 0 means to the end.
+
+    On macOS the range is mapped and invalidated, which needs no privilege.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+    else:
+        _invalidate(fd)
+
+
+def _invalidate(fd: int) -> None:
+    import ctypes
+
+    size = os.fstat(fd).st_size
+    if not size:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    ]
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        return
+    libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.msync(address, size, 2)  # MS_INVALIDATE on macOS
+    libc.munmap(address, size)
