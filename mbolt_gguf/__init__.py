@@ -1,0 +1,1 @@
+"""mbolt for GGUF files and llama.cpp. Not written yet; see llama_patch/README.md."""
