@@ -64,6 +64,64 @@ def is_regular(fd: int) -> bool:
     return (os.fstat(fd).st_mode & 0o170000) == 0o100000
 
 
+def size_and_mtime(fd: int) -> tuple[int, int]:
+    """The size of ``fd`` in bytes and when it last changed, in nanoseconds."""
+    stat = os.fstat(fd)
+    return stat.st_size, stat.st_mtime_ns
+
+
+def allocated_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes of the drive that ``path`` takes up; 0 when it is absent."""
+    try:
+        return os.stat(path).st_blocks * 512
+    except OSError:
+        return 0
+
+
+def read_whole(path: str | os.PathLike[str], *, limit: int) -> bytes:
+    """All bytes of the small file ``path``.
+
+    Raises:
+        ReadError: if it cannot be read, is not a regular file or holds more than ``limit`` bytes.
+    """
+    fd = open_read(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise ReadError(
+                "the file is too large", path=path, expected=f"at most {limit}", found=size
+            )
+        buffer = bytearray(size)
+        pread_into(fd, [memoryview(buffer)], 0, path=os.fspath(path))
+        return bytes(buffer)
+    finally:
+        os.close(fd)
+
+
+def try_lock(fd: int) -> bool:
+    """Take the advisory lock of ``fd`` for this process; False when another one has it.
+
+    Where the file system has no locks, True.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def is_same_file(a: int | str | os.PathLike[str], b: int | str | os.PathLike[str]) -> bool:
+    """Whether two descriptors or paths are one file, by whatever names; False if one is absent."""
+    try:
+        return os.path.samestat(os.stat(a), os.stat(b))
+    except OSError:
+        return False
+
+
 def close(fd: int) -> None:
     """Close ``fd``."""
     os.close(fd)
@@ -129,6 +187,41 @@ def _pread_slowly(fd: int, pending: list[memoryview], offset: int, path: str | N
                 pending.pop(0)
 
 
+def pread_some(fd: int, buffer: memoryview, offset: int, *, need: int) -> int:
+    """Read up to ``len(buffer)`` bytes, at least ``need`` of them, and return how many.
+
+    For direct reads that may run past the end of the file.
+
+    Raises:
+        ReadError: when the file ends before ``need`` bytes, or the drive fails.
+    """
+    failures = 0
+    while True:
+        try:
+            got = os.preadv(fd, [buffer], offset)
+        except OSError as error:
+            failures += 1
+            if error.errno not in _TRANSIENT or failures >= _RETRIES:
+                raise ReadError(f"read failed: {error.strerror}", offset=offset) from error
+            time.sleep(0.01 * failures)
+            continue
+        if got < need:
+            raise ReadError("the file ends too early", offset=offset, expected=f"{need} bytes")
+        return got
+
+
+def raise_thread_priority() -> None:
+    """On macOS, ask for the performance cores in the calling thread; elsewhere nothing.
+
+    Threads do not inherit their maker's quality of service, and reads by a background one are
+    throttled.
+    """
+    if MACOS:
+        import ctypes
+
+        ctypes.CDLL(None).pthread_set_qos_class_self_np(0x19, 0)
+
+
 def open_write(path: str | os.PathLike[str], *, exclusive: bool = False) -> int:
     """Open ``path`` for reading and writing, made if absent; ``exclusive`` refuses one that exists.
 
@@ -191,9 +284,7 @@ def preallocate(fd: int, size: int, *, path: str | None = None) -> None:
                     raise
             os.ftruncate(fd, size)
     except OSError as error:
-        raise OutputError(
-            f"cannot reserve {size} bytes: {error.strerror}", path=path
-        ) from error
+        raise OutputError(f"cannot reserve {size} bytes: {error.strerror}", path=path) from error
 
 
 def sync(fd: int, *, path: str | None = None) -> None:
