@@ -1,0 +1,1 @@
+"""Benchmarks that every engine runs alike: forced tokens, fresh processes, counted reads."""
