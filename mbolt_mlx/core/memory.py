@@ -1,0 +1,71 @@
+"""How much memory this process uses and may use, in bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def process_rss() -> int:
+    """Resident bytes of this process now."""
+    return psutil.Process().memory_info().rss
+
+
+def total_memory() -> int:
+    """Memory that this process may use in all: the machine's, or its control group's if less."""
+    total = psutil.virtual_memory().total
+    limit, _ = _group()
+    return min(total, limit) if limit is not None else total
+
+
+def available_memory() -> int:
+    """Memory that can still be had without swapping; page cache counts as available."""
+    free = psutil.virtual_memory().available
+    limit, used = _group()
+    return free if limit is None else max(0, min(free, limit - used))
+
+
+def _group() -> tuple[int | None, int]:
+    """(limit, bytes in use without page cache) of this process's control group, v1 or v2."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None, 0
+    tightest: int | None = None
+    used = 0
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            root, names = _CGROUP, ("memory.max", "memory.current", "file")
+        elif "memory" in controllers.split(","):
+            root, names = (
+                _CGROUP / "memory",
+                (
+                    "memory.limit_in_bytes",
+                    "memory.usage_in_bytes",
+                    "total_cache",
+                ),
+            )
+        else:
+            continue
+        for folder in [root / name.lstrip("/"), root]:
+            limit, in_use = _read_group(folder, *names)
+            if limit is not None and (tightest is None or limit < tightest):
+                tightest, used = limit, in_use
+    return tightest, used
+
+
+def _read_group(folder: Path, limit: str, usage: str, cache: str) -> tuple[int | None, int]:
+    try:
+        text = (folder / limit).read_text().strip()
+        if text == "max" or int(text) >= 1 << 60:
+            return None, 0
+        stat = dict(
+            line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines()
+        )
+        return int(text), int((folder / usage).read_text()) - int(stat.get(cache, 0))
+    except (OSError, ValueError):
+        return None, 0

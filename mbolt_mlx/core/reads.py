@@ -1,0 +1,231 @@
+"""Positioned reads, merged, in parallel, straight to where the bytes are wanted.
+
+A `Request` is one call to the drive that fills a list of buffers. `Reader.start` hands a list of
+requests to its threads and returns a `Batch`, whose `take` gives the finished ones in the order in
+which they finish. The threads fill buffers and do nothing else.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from queue import SimpleQueue
+
+from mbolt_mlx.core import files
+from mbolt_mlx.core.errors import ReadError
+
+# A merged call stays short enough that the calls of a layer still run side by side.
+MERGE_MAX = 16 << 20
+# Reading a small gap costs less than a second call.
+MERGE_GAP = 64 << 10
+_BOUNCE = 4 << 20
+
+
+class Request:
+    """One positioned read.
+
+    Args:
+        fd: open file.
+        offset: first byte.
+        buffers: filled one after the other.
+        nbytes: their sum.
+        tags: what the caller knows it by (expert ids).
+        bounce: read through an aligned buffer of the thread (direct reads of unaligned ranges).
+    """
+
+    __slots__ = ("fd", "offset", "buffers", "nbytes", "tags", "bounce", "error")
+
+    def __init__(
+        self,
+        fd: int,
+        offset: int,
+        buffers: list[memoryview],
+        nbytes: int,
+        tags: tuple[int, ...],
+        bounce: bool = False,
+    ) -> None:
+        self.fd = fd
+        self.offset = offset
+        self.buffers = buffers
+        self.nbytes = nbytes
+        self.tags = tags
+        self.bounce = bounce
+        self.error: BaseException | None = None
+
+
+def aligned_buffer(nbytes: int) -> memoryview:
+    """A page-aligned writable buffer of at least ``nbytes`` bytes, zeroed."""
+    size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return memoryview(mmap.mmap(-1, size))
+
+
+class Junk:
+    """Where the bytes between two wanted ranges go. Shared by all reads: nobody looks at it."""
+
+    def __init__(self) -> None:
+        self._buffer = aligned_buffer(MERGE_GAP)
+
+    def buffers(self, nbytes: int) -> list[memoryview]:
+        """Buffers of ``nbytes`` in all."""
+        whole, rest = divmod(nbytes, len(self._buffer))
+        return [self._buffer] * whole + ([self._buffer[:rest]] if rest else [])
+
+
+JUNK = Junk()
+
+
+def merge(requests: Iterable[Request]) -> list[Request]:
+    """Join requests for neighbouring ranges of a file into one call each.
+
+    Ranges at most `MERGE_GAP` apart are joined, up to `MERGE_MAX` bytes and the system's number
+    of buffers; the bytes between go to a buffer that nobody reads.
+    """
+    merged: list[Request] = []
+    for request in sorted(requests, key=_position):
+        if merged:
+            last = merged[-1]
+            gap = request.offset - last.offset - last.nbytes
+            if (
+                request.fd == last.fd
+                and 0 <= gap <= MERGE_GAP
+                and last.nbytes + gap + request.nbytes <= MERGE_MAX
+                and len(last.buffers) + len(request.buffers) + 1 <= files.IOV_MAX
+            ):
+                fill = JUNK.buffers(gap) if gap else []
+                merged[-1] = Request(
+                    last.fd,
+                    last.offset,
+                    last.buffers + fill + request.buffers,
+                    last.nbytes + gap + request.nbytes,
+                    last.tags + request.tags,
+                    last.bounce or request.bounce,
+                )
+                continue
+        merged.append(request)
+    return merged
+
+
+def _position(request: Request) -> tuple[int, int]:
+    return request.fd, request.offset
+
+
+class Batch:
+    """Requests under way."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        #: requests that each tag still waits for; empty where every tag has one
+        self.parts: dict[int, int] = {}
+        self._done: SimpleQueue[Request] = SimpleQueue()
+
+    def finished(self, request: Request) -> None:
+        """Called by a reading thread."""
+        self._done.put(request)
+
+    def take(self, at_least: int = 1) -> list[Request]:
+        """Wait for ``at_least`` more requests, and return all that have finished since.
+
+        Raises:
+            ReadError: what a failed request raised, once every other one has ended.
+        """
+        done: list[Request] = []
+        while self.left and (len(done) < at_least or not self._done.empty()):
+            done.append(self._done.get())
+            self.left -= 1
+        for request in done:
+            if request.error is not None:
+                self.drain()
+                raise request.error
+        return done
+
+    def drain(self) -> None:
+        """Wait until no thread writes for this batch any more, whatever happened to it."""
+        while self.left:
+            self._done.get()
+            self.left -= 1
+
+
+class Reader:
+    """A few threads that read.
+
+    Args:
+        threads: reads in flight at a time.
+        paths: descriptor → path, for the errors.
+    """
+
+    def __init__(self, threads: int, paths: Mapping[int, str] | None = None) -> None:
+        self.threads = threads
+        self._paths = paths if paths is not None else {}
+        self._queue: SimpleQueue[tuple[Request, Batch] | None] = SimpleQueue()
+        self._started = False
+        self._lock = threading.Lock()
+
+    def start(self, requests: Sequence[Request]) -> Batch:
+        """Begin to read ``requests``, in order."""
+        if not self._started:
+            self._start_threads()
+        batch = Batch(len(requests))
+        put = self._queue.put
+        for request in requests:
+            put((request, batch))
+        return batch
+
+    def close(self) -> None:
+        """End the threads once they have finished what was started."""
+        with self._lock:
+            if self._started:
+                for _ in range(self.threads):
+                    self._queue.put(None)
+                self._started = False
+
+    def _start_threads(self) -> None:
+        with self._lock:
+            if not self._started:
+                for number in range(self.threads):
+                    threading.Thread(
+                        target=_work,
+                        args=(self._queue, self._paths),
+                        name=f"mbolt-read-{number}",
+                        daemon=True,
+                    ).start()
+                self._started = True
+
+
+def _work(queue: SimpleQueue[tuple[Request, Batch] | None], paths: Mapping[int, str]) -> None:
+    files.raise_thread_priority()
+    bounce: memoryview | None = None
+    while (work := queue.get()) is not None:
+        request, batch = work
+        try:
+            if request.bounce:
+                if bounce is None:
+                    bounce = aligned_buffer(_BOUNCE)
+                _read_bounced(request, bounce)
+            else:
+                files.pread_into(request.fd, request.buffers, request.offset)
+        except BaseException as error:  # handed to the thread that waits
+            if isinstance(error, ReadError) and error.path is None:
+                error.path = paths.get(request.fd)
+            request.error = error
+        batch.finished(request)
+        del work, request, batch
+
+
+def _read_bounced(request: Request, bounce: memoryview) -> None:
+    """Read through an aligned buffer: direct reads whose range or target is not aligned."""
+    targets = iter(request.buffers)
+    target = memoryview(b"")
+    position, end = request.offset, request.offset + request.nbytes
+    while position < end:
+        start = position - position % files.DIRECT_ALIGN
+        want = min(len(bounce), -(-(end - start) // files.DIRECT_ALIGN) * files.DIRECT_ALIGN)
+        got = files.pread_some(request.fd, bounce[:want], start, need=position - start + 1)
+        piece = bounce[position - start : min(got, end - start)]
+        position += len(piece)
+        while len(piece):
+            if not len(target):
+                target = next(targets)
+            n = min(len(piece), len(target))
+            target[:n] = piece[:n]
+            piece, target = piece[n:], target[n:]

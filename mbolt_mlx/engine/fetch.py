@@ -1,0 +1,92 @@
+"""Open files, reading threads and counters that all layers of a model share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from time import perf_counter
+
+from mbolt_mlx.core import files, reads
+from mbolt_mlx.engine.slots import LayerSlots
+from mbolt_mlx.engine.stats import PhaseStats
+from mbolt_mlx.storage.store import Store
+
+
+class Fetcher:
+    """Reads experts into slots.
+
+    Args:
+        store: the files.
+        threads: reads in flight at a time.
+        direct: bypass the page cache.
+    """
+
+    def __init__(self, store: Store, *, threads: int, direct: bool) -> None:
+        self.store = store
+        self.direct = direct
+        self.counts = PhaseStats()
+        self._fds: list[int] = []
+        self._paths: dict[int, str] = {}
+        self._reader = reads.Reader(threads, self._paths)
+        try:
+            for path in store.files:
+                self._fds.append(files.open_read(path, direct=direct))
+                self._paths[self._fds[-1]] = str(path)
+                if not direct:
+                    files.advise_random(self._fds[-1])
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def threads(self) -> int:
+        """Reads in flight at a time."""
+        return self._reader.threads
+
+    def start(self, slots: LayerSlots, experts: Sequence[int], into: Sequence[int]) -> reads.Batch:
+        """Begin to read ``experts`` of the layer into the slots ``into``."""
+        requests = slots.requests(self._fds, experts, into, direct=self.direct)
+        runs = len(slots.store.runs)
+        if len(requests) > 1:
+            requests = reads.merge(requests)
+        if runs > 1:
+            # Expert by expert, so that the first is complete early.
+            rank = {expert: n for n, expert in enumerate(experts)}
+            requests.sort(key=lambda request: rank[request.tags[0]])
+        counts = self.counts
+        counts.reads += len(requests)
+        counts.bytes += sum(request.nbytes for request in requests)
+        batch = self._reader.start(requests)
+        if runs > 1:
+            batch.parts = dict.fromkeys(experts, runs)
+        return batch
+
+    def wait(self, batch: reads.Batch, count: int) -> list[int]:
+        """Wait until at least ``count`` experts of ``batch`` are complete; return all that are.
+
+        Raises:
+            ReadError: when the drive failed; the batch has ended by then.
+        """
+        complete: list[int] = []
+        start = perf_counter()
+        try:
+            while len(complete) < count and batch.left:
+                for request in batch.take():
+                    if not batch.parts:
+                        complete += request.tags
+                        continue
+                    for expert in request.tags:
+                        batch.parts[expert] -= 1
+                        if not batch.parts[expert]:
+                            complete.append(expert)
+        finally:
+            self.counts.read_wait_s += perf_counter() - start
+        return complete
+
+    def close(self) -> None:
+        """Close the files and end the threads."""
+        self._reader.close()
+        for fd in self._fds:
+            with contextlib.suppress(OSError):
+                files.close(fd)
+        self._fds = []

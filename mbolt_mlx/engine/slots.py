@@ -1,0 +1,179 @@
+"""Preallocated MLX arrays for a layer's resident experts, and windows to read into them.
+
+Each piece of an expert (gate weight, gate scales, …) has one contiguous array ``[slots, …]``,
+shaped like the stock stacked tensor. A numpy window onto the same memory lets a read put an
+expert's bytes in place: no copy, no allocation for a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mbolt_mlx.core import files
+from mbolt_mlx.core.reads import JUNK, Request
+from mbolt_mlx.storage.experts import Piece
+from mbolt_mlx.storage.store import LayerStore, Run
+
+log = logging.getLogger(__name__)
+
+MLX_DTYPES: dict[str, mx.Dtype] = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+}
+
+_aliasing: bool | None = None
+
+
+def windows_alias() -> bool:
+    """Whether a write through a numpy window reaches the MLX array; found out once."""
+    global _aliasing
+    if _aliasing is None:
+        raw = mx.zeros((4 * mmap.PAGESIZE,), dtype=mx.uint8)
+        mx.eval(raw)
+        window = np.array(raw, copy=False)
+        typed = raw[1024:2048].view(mx.uint32)
+        mx.eval(typed)
+        pattern = np.arange(7, 263, dtype=np.uint32)
+        window[1024:2048] = pattern.view(np.uint8)
+        _aliasing = bool(np.array_equal(np.array(typed), pattern))
+        if not _aliasing:
+            log.warning("MLX arrays cannot be written in place here; each miss is copied once more")
+    return _aliasing
+
+
+class _Pool:
+    """One piece of a layer: ``array`` for MLX, ``window`` ``[slots, nbytes]`` for the reads."""
+
+    def __init__(self, piece: Piece, slots: int) -> None:
+        self.aliased = windows_alias()
+        self.shape, self.dtype = (slots, *piece.shape), MLX_DTYPES[piece.dtype]
+        size = slots * piece.nbytes
+        if self.aliased:
+            raw = mx.zeros((size + mmap.PAGESIZE,), dtype=mx.uint8)
+            mx.eval(raw)
+            window = np.array(raw, copy=False)
+            # Direct reads want aligned memory; MLX's CPU allocator promises none.
+            skip = -window.ctypes.data % mmap.PAGESIZE
+            self.array = raw[skip : skip + size].view(self.dtype).reshape(self.shape)
+            mx.eval(self.array)
+            self.window = window[skip : skip + size].reshape(slots, piece.nbytes)
+        else:
+            self.window = np.zeros((slots, piece.nbytes), dtype=np.uint8)
+            self.array = mx.zeros(self.shape, dtype=self.dtype)
+            mx.eval(self.array)
+
+    def copy_in(self, slots: list[int]) -> None:
+        rows = mx.array(self.window[slots]).view(self.dtype).reshape(-1, *self.shape[1:])
+        self.array[mx.array(slots)] = rows
+        mx.eval(self.array)
+
+
+class LayerSlots:
+    """The slots of one layer.
+
+    Args:
+        store: where the layer's experts lie.
+        slots: how many are kept in memory.
+    """
+
+    def __init__(self, store: LayerStore, slots: int) -> None:
+        self.store = store
+        self.count = slots
+        self._pools = [_Pool(piece, slots) for piece in store.pieces]
+        self._targets: list[list[list[memoryview] | None]] = []
+        self._views: list[list[memoryview]] = []
+        self._index_windows()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.count * self.store.expert_bytes
+
+    @property
+    def arrays(self) -> dict[str, mx.array]:
+        """Piece name → array ``[slots, …]``."""
+        pieces = self.store.pieces
+        return {piece.name: pool.array for piece, pool in zip(pieces, self._pools, strict=True)}
+
+    @property
+    def aliased(self) -> bool:
+        """Whether a read lands in the MLX arrays without a further copy."""
+        return all(pool.aliased for pool in self._pools)
+
+    def requests(
+        self, fds: Sequence[int], experts: Sequence[int], slots: Sequence[int], *, direct: bool
+    ) -> list[Request]:
+        """The reads that bring ``experts`` into ``slots``, not merged yet."""
+        out = []
+        for number, run in enumerate(self.store.runs):
+            bounce = direct and not self._straight[number]
+            for expert, slot in zip(experts, slots, strict=True):
+                targets = self._targets[number][slot] or self._aim(number, slot)
+                offset = run.offsets[expert]
+                out.append(
+                    Request(
+                        fds[run.files[expert]],
+                        offset,
+                        targets,
+                        run.nbytes,
+                        (expert,),
+                        bounce or (direct and offset % files.DIRECT_ALIGN != 0),
+                    )
+                )
+        return out
+
+    def landed(self, slots: list[int]) -> bool:
+        """Bring what was read into the MLX arrays; False where it is there already."""
+        if self.aliased:
+            return False
+        for pool in self._pools:
+            pool.copy_in(slots)
+        return True
+
+    def shrink(self, slots: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Reallocate with fewer slots, a piece at a time; ``moves`` are (old, new) slots kept."""
+        self._targets, self._views = [], []
+        for number, piece in enumerate(self.store.pieces):
+            old, new = self._pools[number], _Pool(piece, slots)
+            for source, target in moves:
+                new.window[target] = old.window[source]
+            if not new.aliased:
+                new.copy_in(list(range(slots)))
+            self._pools[number] = new
+            del old
+        self.count = slots
+        self._index_windows()
+
+    def _index_windows(self) -> None:
+        self._views = [[memoryview(row) for row in pool.window] for pool in self._pools]
+        self._targets = [[None] * self.count for _ in self.store.runs]
+        self._straight = [self._is_straight(run) for run in self.store.runs]
+
+    def _is_straight(self, run: Run) -> bool:
+        """Whether a direct read can fill the slots themselves: all lengths are aligned."""
+        sizes = [self.store.pieces[p].nbytes for p in run.pieces]
+        return all(n % files.DIRECT_ALIGN == 0 for n in [*sizes, *run.starts])
+
+    def _aim(self, number: int, slot: int) -> list[memoryview]:
+        run = self.store.runs[number]
+        targets: list[memoryview] = []
+        position = 0
+        for piece, start in zip(run.pieces, run.starts, strict=True):
+            if start > position:
+                targets += JUNK.buffers(start - position)
+            targets.append(self._views[piece][slot])
+            position = start + len(self._views[piece][slot])
+        self._targets[number][slot] = targets
+        return targets

@@ -1,0 +1,177 @@
+"""Find the expert containers of a lazily built model and put slots in place of their arrays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mbolt_mlx.core.budget import LayerShape
+from mbolt_mlx.core.errors import UnsupportedError
+from mbolt_mlx.core.residency import ResidentSet, make_policy
+from mbolt_mlx.engine.fetch import Fetcher
+from mbolt_mlx.engine.slots import MLX_DTYPES, LayerSlots
+from mbolt_mlx.engine.switch import OffloadedLayer, offload
+from mbolt_mlx.storage.checkpoint import Checkpoint
+from mbolt_mlx.storage.store import LayerStore, Store
+
+log = logging.getLogger(__name__)
+
+# MLX keeps freed buffers for the next ones; a layer's transients are all that is worth keeping.
+CACHE_BYTES_CPU = 32 << 20
+CACHE_BYTES_GPU = 512 << 20
+_TOP_K = (
+    "top_k",
+    "num_experts_per_tok",
+    "moe_topk",
+    "moe_top_k",
+    "num_experts_per_token",
+    "moe_router_topk",
+    "top_k_experts",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An expert container of the model and where its experts are stored."""
+
+    container: nn.Module
+    store: LayerStore
+    shape: LayerShape
+
+
+def match(
+    model: nn.Module, config: dict[str, Any], store: Store, checkpoint: Checkpoint
+) -> list[Place]:
+    """Pair each expert container of ``model`` with its layer in ``store``, in layer order.
+
+    Raises:
+        UnsupportedError: if a container has no stored layer, or its arrays are not the stored
+            bytes; nothing is ever loaded whole without saying so.
+    """
+    stored = {layer.module: layer for layer in store.layers}
+    modules = dict(model.named_modules())
+    places = []
+    for path, container in modules.items():
+        if not _is_container(container):
+            continue
+        layer = stored.pop(path, None)
+        if layer is None:
+            raise UnsupportedError(
+                f"the experts of {path} were not found in the model's files",
+                path=checkpoint.path,
+                hint="convert the model with mlx_lm.convert",
+            )
+        _check_arrays(path, container, layer, checkpoint)
+        parent = modules.get(path.rpartition(".")[0])
+        shape = LayerShape(layer.experts, _top_k(parent, config, layer), layer.expert_bytes)
+        places.append(Place(container, layer, shape))
+    if not places:
+        raise UnsupportedError("mlx-lm builds this model without experts", path=checkpoint.path)
+    if stored:
+        log.info("not part of the model that mlx-lm builds: %s", ", ".join(stored))
+    return sorted(places, key=lambda place: place.store.layer)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether ``module`` runs experts: it has two or more stacked projections."""
+    children = module.children().values()
+    stacked = [c for c in children if isinstance(c, (SwitchLinear, QuantizedSwitchLinear))]
+    return len(stacked) >= 2
+
+
+def _arrays(container: nn.Module) -> Iterator[tuple[str, mx.array]]:
+    for child, module in container.children().items():
+        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
+            for name, array in module.items():
+                if isinstance(array, mx.array):
+                    yield f"{child}.{name}", array
+
+
+def _check_arrays(
+    path: str, container: nn.Module, layer: LayerStore, checkpoint: Checkpoint
+) -> None:
+    pieces = {piece.name: piece for piece in layer.pieces}
+    arrays = dict(_arrays(container))
+    for name in sorted(pieces.keys() | arrays.keys()):
+        piece, array = pieces.get(name), arrays.get(name)
+        stored = (
+            f"{piece.dtype} [{layer.experts}, {', '.join(map(str, piece.shape))}]"
+            if piece is not None
+            else "nothing"
+        )
+        if (
+            piece is None
+            or array is None
+            or MLX_DTYPES.get(piece.dtype) != array.dtype
+            or (layer.experts, *piece.shape) != array.shape
+        ):
+            built = f"{array.dtype} {list(array.shape)}" if array is not None else "nothing"
+            raise UnsupportedError(
+                f"mlx-lm computes these experts from the file ({built} from {stored})",
+                path=checkpoint.path,
+                tensor=f"{path}.{name}",
+                hint="convert the model with mlx_lm.convert and use the result",
+            )
+
+
+def _top_k(parent: nn.Module | None, config: dict[str, Any], layer: LayerStore) -> int:
+    """Experts that a token uses in this layer."""
+    configs = [config, config.get("text_config") or {}]
+    candidates = [getattr(parent, key, None) for key in _TOP_K]
+    candidates += [c.get(key) for c in configs for key in _TOP_K]
+    for value in candidates:
+        if isinstance(value, int) and 0 < value <= layer.experts:
+            return value
+    return layer.experts
+
+
+def dense_bytes(model: nn.Module, places: Sequence[Place]) -> int:
+    """Bytes of everything but the experts."""
+    total = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    return total - sum(place.store.experts * place.store.expert_bytes for place in places)
+
+
+def activation_bytes(model: nn.Module) -> int:
+    """Bytes of one activation: those of the widest floating-point parameter."""
+    floats = (mx.float32, mx.bfloat16, mx.float16)
+    sizes = [a.itemsize for _, a in tree_flatten(model.parameters()) if a.dtype in floats]
+    return max(sizes, default=2)
+
+
+def install(
+    places: Sequence[Place], slots: Sequence[int], fetcher: Fetcher, policy: str
+) -> list[tuple[nn.Module, OffloadedLayer, LayerShape]]:
+    """Give each container its slots and drop every reference to the stacked arrays."""
+    layers = []
+    for place, count in zip(places, slots, strict=True):
+        resident = ResidentSet(place.store.experts, count, make_policy(policy, place.store.experts))
+        layer = OffloadedLayer(LayerSlots(place.store, count), resident, fetcher)
+        offload(place.container, layer)
+        layers.append((place.container, layer, place.shape))
+    return layers
+
+
+def evaluate(model: nn.Module) -> None:
+    """Bring all that is not an expert into memory, a module at a time.
+
+    Arrays outside the parameters (RoPE frequencies and the like) too: one that is still lazy
+    cannot be evaluated on another thread than the one that made it.
+    """
+    for _, module in model.named_modules():
+        arrays = [v for v in module.values() if isinstance(v, mx.array)]
+        arrays += [v for v in vars(module).values() if isinstance(v, mx.array)]
+        if arrays:
+            mx.eval(arrays)
+
+
+def limit_cache() -> None:
+    """Bound what MLX keeps of freed buffers, for the whole process."""
+    gpu = mx.default_device() == mx.gpu
+    mx.set_cache_limit(CACHE_BYTES_GPU if gpu else CACHE_BYTES_CPU)

@@ -1,0 +1,364 @@
+"""The expert container that replaces mlx-lm's: the same kernels on slot numbers.
+
+mlx-lm calls an expert container with rows ``x [..., D]`` and the router's choice ``[..., K]``, and
+gets ``[..., K, D]``. The stock container stays what it is; only its stacked arrays are shorter.
+Before it runs, the experts that the router named are brought into slots, and their numbers are
+replaced by slot numbers. Rows do not depend on each other, so those whose experts are in memory
+are computed while the others are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mbolt_mlx.core.errors import UnsupportedError
+from mbolt_mlx.core.reads import Batch
+from mbolt_mlx.core.residency import ABSENT, ResidentSet, prompt_worth
+from mbolt_mlx.engine.fetch import Fetcher
+from mbolt_mlx.engine.slots import LayerSlots
+
+Compute = Callable[[mx.array, mx.array], mx.array]
+
+
+class OffloadedLayer:
+    """One layer's experts: what is in memory, and how a forward gets the rest.
+
+    Args:
+        slots: the layer's memory.
+        resident: which expert each slot holds.
+        fetcher: reads, counts, and the lock, shared by all layers.
+    """
+
+    def __init__(self, slots: LayerSlots, resident: ResidentSet, fetcher: Fetcher) -> None:
+        self.slots = slots
+        self.resident = resident
+        self.fetcher = fetcher
+        self._pending: list[mx.array] = []
+
+    @property
+    def whole(self) -> bool:
+        """Whether every expert has its own slot, so that slot numbers are expert ids."""
+        return self.slots.count == self.slots.store.experts
+
+    def forward(self, compute: Compute, x: mx.array, indices: mx.array) -> mx.array:
+        """``compute`` on slots instead of experts.
+
+        Args:
+            compute: the stock container.
+            x: rows ``[..., D]``.
+            indices: the router's expert ids ``[..., K]``.
+
+        Returns:
+            ``[..., K, D]``, the rows that the stock container would give.
+        """
+        counts = self.fetcher.counts
+        start = perf_counter()
+        ids = np.array(indices)
+        counts.readback_wait_s += perf_counter() - start
+        counts.readbacks += 1
+        tokens = ids.reshape(-1, ids.shape[-1])
+        if len(tokens) == 1:
+            experts = list(dict.fromkeys(tokens[0].tolist()))
+            rows: _Rows = _OneToken(compute, x, tokens[0].tolist(), self.resident.slot_of)
+        else:
+            experts = np.unique(tokens).tolist()
+            rows = _ManyTokens(compute, x, tokens, self.resident.slot_of)
+        hits, misses = self.resident.split(experts)
+        counts.hits += len(hits)
+        counts.misses += len(misses)
+        evicted = self.resident.evictions
+        if len(misses) <= self.resident.slots - len(hits):
+            self._at_once(rows, hits, misses)
+        else:
+            self._in_waves(rows, hits, misses, prompt_worth(tokens, self.slots.store.experts))
+        self.resident.policy.use(tokens)
+        counts.evictions += self.resident.evictions - evicted
+        y = rows.combine(ids.shape)
+        # What reads the slots is on its way before this returns, so that whoever overwrites one
+        # next, on any thread, only has to wait for it.
+        mx.async_eval(y)
+        self._pending = [y]
+        return y
+
+    def _at_once(self, rows: _Rows, hits: list[int], misses: list[int]) -> None:
+        """Everything fits: read what is missing, and compute what is there meanwhile."""
+        if not misses:
+            rows.compute(hits)
+            return
+        batch = self._read(misses, keep={*hits, *misses})
+        try:
+            if hits:
+                mx.async_eval(rows.compute(hits))
+            step = 1 if rows.count == 1 else max(1, len(misses) // 8)
+            left = len(misses)
+            while left:
+                ready = self._ready(batch, min(step, left))
+                left -= len(ready)
+                mx.async_eval(rows.compute(ready))
+        except BaseException:
+            self._abandon(batch, misses)
+            raise
+
+    def _in_waves(self, rows: _Rows, hits: list[int], misses: list[int], worth: np.ndarray) -> None:
+        """More experts than slots: two alternating waves, read one while computing the other.
+
+        The experts of most worth keep their slots; the rest pass through what is left.
+        """
+        resident = self.resident
+        staging = min(resident.slots, max(2, resident.slots // 2))
+        wave = max(1, staging // 2)
+        present = {*hits, *misses, *resident.residents()}
+        best = sorted(present, key=lambda e: -worth[e])
+        keep = set(best[: resident.slots - staging])
+        queue = self.slots.store.file_order(misses)
+        busy = set(hits)  # slots that a computation reads or a read fills
+
+        def start() -> tuple[Batch | None, list[int]]:
+            spare = resident.free + sum(
+                1 for e in resident.residents() if e not in busy and e not in keep
+            )
+            experts = queue[: min(wave, spare)]
+            if not experts:
+                return None, []
+            del queue[: len(experts)]
+            busy.update(experts)
+            return self._read(experts, keep=busy | keep), experts
+
+        batch, coming = start()
+        computing: tuple[mx.array | None, list[int]] = (None, [])
+        try:
+            if hits:
+                y = rows.compute(hits)
+                mx.async_eval(y)
+                computing = (y, hits)
+            while batch is not None or queue:
+                arrived = []
+                if batch is not None:
+                    self._ready(batch, len(coming))
+                    arrived, batch = coming, None
+                self._finish(*computing, busy)
+                computing = (None, [])
+                if queue:
+                    batch, coming = start()
+                if arrived:
+                    y = rows.compute(arrived)
+                    mx.async_eval(y)
+                    computing = (y, arrived)
+        except BaseException:
+            if batch is not None:
+                self._abandon(batch, coming)
+            raise
+
+    @staticmethod
+    def _finish(y: mx.array | None, experts: list[int], busy: set[int]) -> None:
+        if y is not None:
+            mx.eval(y)
+            busy.difference_update(experts)
+
+    def _read(self, experts: list[int], keep: set[int]) -> Batch:
+        """Start to read ``experts`` into slots; give up none of ``keep`` for them."""
+        if self._pending:
+            mx.eval(self._pending)
+            self._pending = []
+        slots = self.resident.place_all(experts, keep)
+        return self.fetcher.start(self.slots, experts, slots)
+
+    def _ready(self, batch: Batch, count: int) -> list[int]:
+        """Wait for at least ``count`` experts of ``batch`` and return all that are complete."""
+        experts = self.fetcher.wait(batch, count)
+        if not self.slots.aliased:
+            self.slots.landed([self.resident.slot_of[e] for e in experts])
+        return experts
+
+    def _abandon(self, batch: Batch, experts: list[int]) -> None:
+        """A forward ends early: let no thread write on, and trust none of what was read."""
+        batch.drain()
+        for expert in experts:
+            if self.resident.slot_of[expert] != ABSENT:
+                self.resident.forget(expert)
+
+    def fill(self) -> None:
+        """Read every expert into the slot of its own number (layers that fit whole)."""
+        experts = list(range(self.slots.store.experts))
+        slots = self.resident.place_all(experts, keep=())
+        batch = self.fetcher.start(self.slots, experts, slots)
+        try:
+            self._ready(batch, len(experts))
+        except BaseException:
+            self._abandon(batch, experts)
+            raise
+
+    def shrink(self, slots: int) -> None:
+        """Give memory back: keep only ``slots`` slots. No forward may be under way."""
+        if self._pending:
+            mx.eval(self._pending)
+            self._pending = []
+        self.slots.shrink(slots, self.resident.shrink(slots))
+
+
+class _Rows:
+    """The rows of one call, computed expert by expert and put back in order."""
+
+    count: int
+
+    def compute(self, experts: Sequence[int]) -> mx.array:
+        """Compute the rows of ``experts``, which are in memory."""
+        raise NotImplementedError
+
+    def combine(self, shape: tuple[int, ...]) -> mx.array:
+        """All rows ``[*shape, D]`` in the order of the router's choice."""
+        raise NotImplementedError
+
+
+class _OneToken(_Rows):
+    count = 1
+
+    def __init__(
+        self, compute: Compute, x: mx.array, experts: list[int], slot_of: list[int]
+    ) -> None:
+        self._compute = compute
+        self._x = x
+        self._experts = experts
+        self._slot_of = slot_of
+        self._parts: list[mx.array] = []
+        self._order: list[int] = []
+
+    def compute(self, experts: Sequence[int]) -> mx.array:
+        if len(experts) == len(self._experts):
+            places = list(range(len(experts)))
+        else:
+            wanted = set(experts)
+            places = [k for k, e in enumerate(self._experts) if e in wanted]
+        slots = mx.array([self._slot_of[self._experts[k]] for k in places], dtype=mx.uint32)
+        slots = slots.reshape(*self._x.shape[:-1], len(places))
+        y = self._compute(self._x, slots)
+        self._parts.append(y)
+        self._order += places
+        return y
+
+    def combine(self, shape: tuple[int, ...]) -> mx.array:
+        if len(self._parts) == 1:
+            return self._parts[0]
+        back = np.argsort(np.array(self._order)).astype(np.uint32)
+        return mx.take(mx.concatenate(self._parts, axis=-2), mx.array(back), axis=-2)
+
+
+class _ManyTokens(_Rows):
+    def __init__(
+        self, compute: Compute, x: mx.array, tokens: np.ndarray, slot_of: list[int]
+    ) -> None:
+        self.count, self._k = tokens.shape
+        self._compute = compute
+        self._x = x.reshape(-1, x.shape[-1])
+        self._slot_of = slot_of
+        self._flat = tokens.reshape(-1)
+        self._by_expert = np.argsort(self._flat, kind="stable")
+        values, starts = np.unique(self._flat[self._by_expert], return_index=True)
+        ends = np.append(starts[1:], len(self._flat))
+        self._range = {
+            int(e): (int(a), int(b)) for e, a, b in zip(values, starts, ends, strict=True)
+        }
+        self._parts: list[mx.array] = []
+        self._order: list[np.ndarray] = []
+
+    def compute(self, experts: Sequence[int]) -> mx.array:
+        # In the order of slots, as the sorted kernels want it.
+        experts = sorted(experts, key=self._slot_of.__getitem__)
+        ranges = [self._range[e] for e in experts]
+        places = np.concatenate([self._by_expert[a:b] for a, b in ranges])
+        slots = np.repeat(
+            np.array([self._slot_of[e] for e in experts], dtype=np.uint32),
+            [b - a for a, b in ranges],
+        )
+        rows = self._x[mx.array((places // self._k).astype(np.uint32))]
+        y = self._compute(rows, mx.array(slots)[:, None]).squeeze(-2)
+        self._parts.append(y)
+        self._order.append(places)
+        return y
+
+    def combine(self, shape: tuple[int, ...]) -> mx.array:
+        order = np.concatenate(self._order)
+        back = np.empty(len(order), dtype=np.uint32)
+        back[order] = np.arange(len(order), dtype=np.uint32)
+        y = self._parts[0] if len(self._parts) == 1 else mx.concatenate(self._parts, axis=0)
+        self._parts = []
+        return y[mx.array(back)].reshape(*shape, y.shape[-1])
+
+
+def offload(container: nn.Module, layer: OffloadedLayer) -> None:
+    """Turn a stock expert container into one that runs on ``layer``'s slots, in place.
+
+    Its stacked arrays are replaced by the layer's; its class becomes a subclass of its own, so
+    that whatever else hangs on it, and whoever asks what it is, finds no difference.
+    """
+    for name, array in layer.slots.arrays.items():
+        module, attribute = resolve(container, name)
+        setattr(module, attribute, array)
+        if "to_lora" not in type(module).__dict__:
+            module.__class__ = _frozen_class(type(module))
+    container._offloaded = layer
+    container.__class__ = _offloaded_class(type(container))
+
+
+def rebind(container: nn.Module) -> None:
+    """Point the container at its layer's arrays again after they were reallocated."""
+    for name, array in container._offloaded.slots.arrays.items():
+        module, attribute = resolve(container, name)
+        setattr(module, attribute, array)
+
+
+def resolve(container: nn.Module, piece: str) -> tuple[nn.Module, str]:
+    """The submodule and attribute that hold ``piece`` ("gate_proj.weight") in ``container``."""
+    *path, attribute = piece.split(".")
+    module = container
+    for part in path:
+        module = module[part]
+    return module, attribute
+
+
+_classes: dict[tuple[type, str], type] = {}
+
+
+def _offloaded_class(stock: type[nn.Module]) -> type[nn.Module]:
+    key = (stock, "container")
+    if key not in _classes:
+
+        def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+            layer = self._offloaded
+            if layer.whole:
+                return stock.__call__(self, x, indices)
+            return layer.forward(lambda rows, slots: stock.__call__(self, rows, slots), x, indices)
+
+        _classes[key] = type(f"Offloaded{stock.__name__}", (stock,), {"__call__": call})
+    return _classes[key]
+
+
+def _frozen_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """A projection on slots: it computes, and refuses what would take slots for experts."""
+    key = (stock, "projection")
+    if key not in _classes:
+
+        def refuse_lora(self: Any, *args: Any, **kwargs: Any) -> None:
+            raise UnsupportedError(
+                "LoRA on offloaded experts is not possible: a slot holds one expert after another",
+                hint="adapt the attention layers only, or load with mlx_lm.load",
+            )
+
+        def refuse_quantisation(self: Any, *args: Any, **kwargs: Any) -> None:
+            raise UnsupportedError(
+                "offloaded experts cannot be quantised in memory",
+                hint="convert the model with mlx_lm.convert first",
+            )
+
+        _classes[key] = type(
+            f"Offloaded{stock.__name__}",
+            (stock,),
+            {"to_lora": refuse_lora, "to_quantized": refuse_quantisation},
+        )
+    return _classes[key]
