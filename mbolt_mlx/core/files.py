@@ -222,17 +222,41 @@ def raise_thread_priority() -> None:
         ctypes.CDLL(None).pthread_set_qos_class_self_np(0x19, 0)
 
 
-def open_write(path: str | os.PathLike[str], *, exclusive: bool = False) -> int:
+def open_write(
+    path: str | os.PathLike[str], *, exclusive: bool = False, direct: bool = False
+) -> int:
     """Open ``path`` for reading and writing, made if absent; ``exclusive`` refuses one that exists.
 
+    With ``direct`` the page cache is bypassed; buffers, lengths and offsets must then be multiples
+    of 4096.
+
     Raises:
-        OutputError: if it cannot be opened.
+        OutputError: if it cannot be opened, or its file system has no direct writes.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if exclusive else 0)
+    if direct and not MACOS:
+        flags |= os.O_DIRECT
     try:
-        return os.open(path, flags, 0o666)
+        fd = os.open(path, flags, 0o666)
     except OSError as error:
         raise OutputError(f"cannot write: {error.strerror}", path=path) from error
+    if direct and MACOS:
+        import fcntl
+
+        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+    return fd
+
+
+def truncate(fd: int, size: int, *, path: str | None = None) -> None:
+    """Cut or extend ``fd`` to ``size`` bytes.
+
+    Raises:
+        OutputError: if the system refuses.
+    """
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        raise OutputError(f"cannot set the size: {error.strerror}", path=path) from error
 
 
 def pwrite_all(fd: int, buffer: memoryview | bytes, offset: int, *, path: str | None = None):
@@ -303,6 +327,20 @@ def sync(fd: int, *, path: str | None = None) -> None:
             except OSError:
                 pass  # exFAT and network drives have no full sync; the plain one follows
         os.fsync(fd)
+    except OSError as error:
+        raise OutputError(f"sync failed: {error.strerror}", path=path) from error
+
+
+def sync_data(fd: int, *, path: str | None = None) -> None:
+    """Like ``sync``, but what is only needed to date the file may be left out.
+
+    Raises:
+        OutputError: when the drive reports a failure.
+    """
+    if not hasattr(os, "fdatasync"):
+        return sync(fd, path=path)
+    try:
+        os.fdatasync(fd)
     except OSError as error:
         raise OutputError(f"sync failed: {error.strerror}", path=path) from error
 
