@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def resource(name: str) -> Path:
-    """Return the path of a shipped file or folder, such as ``manifests/models``.
+    """Return the path of a shipped file or folder, such as ``manifests/models`` or ``demo``.
 
     Raises:
         NamesError: it is in neither place; the installation is incomplete.
