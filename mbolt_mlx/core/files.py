@@ -59,6 +59,24 @@ def open_read(path: str | os.PathLike[str], *, direct: bool = False) -> int:
     return fd
 
 
+def open_cold(path: str | os.PathLike[str], *, drop: bool = True) -> tuple[int, bool]:
+    """Open ``path`` so that reads come from the drive, not from the page cache, where possible.
+
+    Where it is not, the file's cached pages are dropped, unless not ``drop``. Returns the
+    descriptor and whether buffers, lengths and offsets must be multiples of 4096.
+
+    Raises:
+        ReadError: as ``open_read``.
+    """
+    try:
+        return open_read(path, direct=True), not MACOS
+    except ReadError:
+        fd = open_read(path)
+        if drop:
+            drop_cached(fd)
+        return fd, False
+
+
 def is_regular(fd: int) -> bool:
     """Whether ``fd`` is a regular file (not a folder, pipe or device)."""
     return (os.fstat(fd).st_mode & 0o170000) == 0o100000
@@ -220,6 +238,11 @@ def raise_thread_priority() -> None:
         import ctypes
 
         ctypes.CDLL(None).pthread_set_qos_class_self_np(0x19, 0)
+
+
+def make_alias(fd: int, number: int) -> None:
+    """Make the descriptor ``number`` mean the open file ``fd``, closing what it meant before."""
+    os.dup2(fd, number, inheritable=False)
 
 
 def open_write(

@@ -7,6 +7,7 @@ gets the target's name, in one step.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import zlib
@@ -58,6 +59,7 @@ class Output:
     fd: int
     lock_fd: int
     done: dict[int, str]
+    direct: bool = False
     _journal_end: int = 0
     _pending: list[tuple[int, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -71,7 +73,23 @@ class Output:
         """
         if offset < 0 or offset + len(buffer) > self.size:
             raise OutputError("a write past the end", path=self.target, offset=offset)
-        files.pwrite_all(self.fd, buffer, offset, path=str(self.target))
+        try:
+            files.pwrite_all(self.fd, buffer, offset, path=str(self.target))
+        except OutputError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno == errno.EINVAL and self.direct):
+                raise
+            self._leave_direct()
+            files.pwrite_all(self.fd, buffer, offset, path=str(self.target))
+
+    def _leave_direct(self) -> None:
+        """Some file systems open a file for direct writes and then refuse them."""
+        with self._lock:
+            if self.direct:
+                fd = files.open_write(self.partial)
+                files.make_alias(fd, self.fd)
+                files.close(fd)
+                self.direct = False
 
     def record(self, unit: int, note: str) -> None:
         """Remember that ``unit`` was written; it counts as done after the next ``checkpoint``."""
@@ -135,9 +153,17 @@ class Output:
 
 
 def open_output(
-    target: str | os.PathLike[str], size: int, stamp: str, *, resume: bool = True
+    target: str | os.PathLike[str],
+    size: int,
+    stamp: str,
+    *,
+    resume: bool = True,
+    direct: bool = False,
 ) -> Output:
     """Begin the file ``target`` of ``size`` bytes, or go on with it.
+
+    With ``direct`` the page cache is bypassed where the file system lets it; whoever writes then
+    keeps buffers, lengths and offsets to multiples of 4096.
 
     An earlier attempt is continued when it had the same ``stamp`` and ``size``; any other is
     thrown away. The space is reserved before this returns.
@@ -161,9 +187,9 @@ def open_output(
         else:
             files.truncate(lock_fd, end, path=str(journal))
         check_space(target, size)
-        fd = files.open_write(partial)
+        fd, direct = _open_partial(partial, direct)
         files.preallocate(fd, size, path=str(target))
-        return Output(target, partial, journal, size, fd, lock_fd, done, end)
+        return Output(target, partial, journal, size, fd, lock_fd, done, direct, end)
     except BaseException:
         if fd >= 0:
             files.close(fd)
@@ -207,6 +233,15 @@ def _lock_journal(journal: Path, target: Path) -> int:
         if files.is_same_file(fd, journal):
             return fd
         files.close(fd)  # its last owner finished and removed it in the meantime
+
+
+def _open_partial(partial: Path, direct: bool) -> tuple[int, bool]:
+    if direct:
+        try:
+            return files.open_write(partial, direct=True), True
+        except OutputError:
+            pass  # no direct writes here; any other reason shows below
+    return files.open_write(partial), False
 
 
 def _line(text: str) -> bytes:
