@@ -1,0 +1,107 @@
+"""``mbolt-mlx generate``: mlx-lm's own command, with our loader in place of its loader.
+
+The prompt, the sampling and everything on stdout are mlx-lm's; so are all its options, by name and
+meaning. What we add is read here and goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from mbolt_mlx.cli import arguments
+from mbolt_mlx.core.errors import UsageError
+
+HELP = "write text as mlx_lm.generate does, with part of the experts in memory"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add mlx-lm's options and ours to ``parser``."""
+    for action in _stock().setup_arg_parser()._actions:
+        if "--help" in action.option_strings:
+            continue
+        if action.dest == "model":
+            action.help = arguments.MODEL_HELP
+        parser._add_action(action)
+    arguments.add_engine_options(parser)
+    parser.add_argument(
+        "--stats", action="store_true", help="print what was read and what it cost, to stderr"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate; with ``--stats``, print the table."""
+    if args.model is None and args.prompt_cache_file is None:
+        raise UsageError(
+            "which model?", hint=f"--model takes {arguments.MODEL_HELP}, as in --model demo"
+        )
+    stock = _stock()
+    loader = _Loader(stock.load, arguments.engine_options(args))
+    try:
+        with _instead_of(stock, load=loader, setup_arg_parser=lambda: _Parsed(args)):
+            stock.main()
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise UsageError(f"mlx-lm: {error or type(error).__name__}") from error
+    if args.stats:
+        from mbolt_mlx.cli.stats_table import print_stats
+
+        print_stats(loader.model)
+    return 0
+
+
+class _Loader:
+    """Stands in for ``mlx_lm.load``: the first model is ours, a draft model is stock."""
+
+    def __init__(self, stock_load: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._stock_load = stock_load
+        self._options = options
+        self.model: Any = None
+
+    def __call__(self, path: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if self.model is not None:
+            from mbolt_mlx.names import resolve
+
+            return self._stock_load(str(resolve(path)), *args, **kwargs)
+        import mbolt_mlx
+
+        loaded = mbolt_mlx.load(path, *args, **kwargs, **self._options)
+        self.model = loaded[0]
+        return loaded
+
+
+class _Parsed:
+    """A parser that has parsed already."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def parse_args(self) -> argparse.Namespace:
+        return self._args
+
+
+def _stock() -> ModuleType:
+    # By import_module, because the package has a function of the same name.
+    return importlib.import_module("mlx_lm.generate")
+
+
+@contextlib.contextmanager
+def _instead_of(module: ModuleType, **names: Any) -> Iterator[None]:
+    """Put ``names`` into ``module`` for a while.
+
+    mlx-lm's main() takes no arguments and looks both names up when it runs. Calling it, rather
+    than repeating its hundred lines, is what keeps the two commands the same.
+    """
+    before = {name: getattr(module, name) for name in names}
+    for name, value in names.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
