@@ -1,7 +1,7 @@
 """Positioned reads, merged, in parallel, straight to where the bytes are wanted.
 
 A `Request` is one call to the drive that fills a list of buffers. `Reader.start` hands a list of
-requests to its threads and returns a `Batch`, whose `take` gives the finished ones in the order in
+requests to its threads as part of a `Batch`, whose `take` gives the finished ones in the order in
 which they finish. The threads fill buffers and do nothing else.
 """
 
@@ -111,10 +111,10 @@ def _position(request: Request) -> tuple[int, int]:
 
 
 class Batch:
-    """Requests under way."""
+    """Requests under way; more can be added while others are."""
 
-    def __init__(self, count: int) -> None:
-        self.left = count
+    def __init__(self) -> None:
+        self.left = 0
         #: requests that each tag still waits for; empty where every tag has one
         self.parts: dict[int, int] = {}
         self._done: SimpleQueue[Request] = SimpleQueue()
@@ -161,15 +161,14 @@ class Reader:
         self._started = False
         self._lock = threading.Lock()
 
-    def start(self, requests: Sequence[Request]) -> Batch:
-        """Begin to read ``requests``, in order."""
+    def start(self, requests: Sequence[Request], batch: Batch) -> None:
+        """Begin to read ``requests``, in order, as part of ``batch``."""
         if not self._started:
             self._start_threads()
-        batch = Batch(len(requests))
         put = self._queue.put
         for request in requests:
+            batch.left += 1
             put((request, batch))
-        return batch
 
     def close(self) -> None:
         """End the threads once they have finished what was started."""

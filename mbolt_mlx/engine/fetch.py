@@ -43,8 +43,14 @@ class Fetcher:
         """Reads in flight at a time."""
         return self._reader.threads
 
-    def start(self, slots: LayerSlots, experts: Sequence[int], into: Sequence[int]) -> reads.Batch:
-        """Begin to read ``experts`` of the layer into the slots ``into``."""
+    def start(
+        self,
+        slots: LayerSlots,
+        experts: Sequence[int],
+        into: Sequence[int],
+        batch: reads.Batch,
+    ) -> None:
+        """Begin to read ``experts`` of the layer into the slots ``into``, as part of ``batch``."""
         requests = slots.requests(self._fds, experts, into, direct=self.direct)
         runs = len(slots.store.runs)
         if len(requests) > 1:
@@ -56,10 +62,9 @@ class Fetcher:
         counts = self.counts
         counts.reads += len(requests)
         counts.bytes += sum(request.nbytes for request in requests)
-        batch = self._reader.start(requests)
         if runs > 1:
-            batch.parts = dict.fromkeys(experts, runs)
-        return batch
+            batch.parts.update(dict.fromkeys(experts, runs))
+        self._reader.start(requests, batch)
 
     def wait(self, batch: reads.Batch, count: int) -> list[int]:
         """Wait until at least ``count`` experts of ``batch`` are complete; return all that are.

@@ -9,6 +9,7 @@ are computed while the others are read.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -39,7 +40,7 @@ class OffloadedLayer:
         self.slots = slots
         self.resident = resident
         self.fetcher = fetcher
-        self._pending: list[mx.array] = []
+        self._pending: mx.array | None = None
 
     @property
     def whole(self) -> bool:
@@ -73,133 +74,157 @@ class OffloadedLayer:
         counts.hits += len(hits)
         counts.misses += len(misses)
         evicted = self.resident.evictions
-        if len(misses) <= self.resident.slots - len(hits):
-            self._at_once(rows, hits, misses)
-        else:
-            self._in_waves(rows, hits, misses, prompt_worth(tokens, self.slots.store.experts))
+        self._run(rows, hits, misses, tokens)
         self.resident.policy.use(tokens)
         counts.evictions += self.resident.evictions - evicted
         y = rows.combine(ids.shape)
         # What reads the slots is on its way before this returns, so that whoever overwrites one
         # next, on any thread, only has to wait for it.
         mx.async_eval(y)
-        self._pending = [y]
+        self._pending = y
         return y
 
-    def _at_once(self, rows: _Rows, hits: list[int], misses: list[int]) -> None:
-        """Everything fits: read what is missing, and compute what is there meanwhile."""
-        if not misses:
-            rows.compute(hits)
-            return
-        batch = self._read(misses, keep={*hits, *misses})
-        try:
-            if hits:
-                mx.async_eval(rows.compute(hits))
-            step = 1 if rows.count == 1 else max(1, len(misses) // 8)
-            left = len(misses)
-            while left:
-                ready = self._ready(batch, min(step, left))
-                left -= len(ready)
-                mx.async_eval(rows.compute(ready))
-        except BaseException:
-            self._abandon(batch, misses)
-            raise
+    def _run(self, rows: _Rows, hits: list[int], misses: list[int], tokens: np.ndarray) -> None:
+        """Read what is missing, and meanwhile compute what is there, in a sliding window.
 
-    def _in_waves(self, rows: _Rows, hits: list[int], misses: list[int], worth: np.ndarray) -> None:
-        """More experts than slots: two alternating waves, read one while computing the other.
-
-        The experts of most worth keep their slots; the rest pass through what is left.
+        Where the experts outnumber the slots, those of most worth keep theirs, and the others
+        pass through the rest: half of it is being read while the other half is computed.
         """
         resident = self.resident
-        staging = min(resident.slots, max(2, resident.slots // 2))
-        wave = max(1, staging // 2)
-        present = {*hits, *misses, *resident.residents()}
-        best = sorted(present, key=lambda e: -worth[e])
-        keep = set(best[: resident.slots - staging])
-        queue = self.slots.store.file_order(misses)
-        busy = set(hits)  # slots that a computation reads or a read fills
-
-        def start() -> tuple[Batch | None, list[int]]:
-            spare = resident.free + sum(
-                1 for e in resident.residents() if e not in busy and e not in keep
-            )
-            experts = queue[: min(wave, spare)]
-            if not experts:
-                return None, []
-            del queue[: len(experts)]
-            busy.update(experts)
-            return self._read(experts, keep=busy | keep), experts
-
-        batch, coming = start()
-        computing: tuple[mx.array | None, list[int]] = (None, [])
+        staging, keep = resident.slots, set[int]()
+        if len(misses) > resident.slots - len(hits):
+            staging, keep = self._staging({*hits, *misses}, tokens)
+            misses = self.slots.store.file_order(misses)
+        flow = _Flow(self, rows, misses, keep, busy=set(hits))
+        # Computing in small groups hides more of the reading, in large ones it costs less.
+        group = 1 if rows.count == 1 else max(1, min(staging, len(misses)) // 4)
         try:
-            if hits:
-                y = rows.compute(hits)
-                mx.async_eval(y)
-                computing = (y, hits)
-            while batch is not None or queue:
-                arrived = []
-                if batch is not None:
-                    self._ready(batch, len(coming))
-                    arrived, batch = coming, None
-                self._finish(*computing, busy)
-                computing = (None, [])
-                if queue:
-                    batch, coming = start()
-                if arrived:
-                    y = rows.compute(arrived)
-                    mx.async_eval(y)
-                    computing = (y, arrived)
+            flow.feed()
+            flow.compute([e for e in hits if e not in keep])
+            flow.compute([e for e in hits if e in keep])
+            while flow.waiting or flow.coming:
+                if flow.coming:
+                    flow.arrive(group)
+                while flow.waiting and (not flow.coming or flow.computing > staging // 2):
+                    flow.release()
+                    flow.feed()
         except BaseException:
-            if batch is not None:
-                self._abandon(batch, coming)
+            self._abandon(flow)
             raise
 
-    @staticmethod
-    def _finish(y: mx.array | None, experts: list[int], busy: set[int]) -> None:
-        if y is not None:
-            mx.eval(y)
-            busy.difference_update(experts)
+    def _staging(self, wanted: set[int], tokens: np.ndarray) -> tuple[int, set[int]]:
+        """How many slots experts pass through, and the experts that keep the others."""
+        resident = self.resident
+        staging = min(resident.slots, max(2, resident.slots // 2))
+        worth = prompt_worth(tokens, self.slots.store.experts)
+        best = sorted(wanted | set(resident.residents()), key=lambda e: -worth[e])
+        return staging, set(best[: resident.slots - staging])
 
-    def _read(self, experts: list[int], keep: set[int]) -> Batch:
+    def read(self, experts: list[int], keep: set[int], batch: Batch) -> None:
         """Start to read ``experts`` into slots; give up none of ``keep`` for them."""
-        if self._pending:
+        if self._pending is not None:
             mx.eval(self._pending)
-            self._pending = []
+            self._pending = None
         slots = self.resident.place_all(experts, keep)
-        return self.fetcher.start(self.slots, experts, slots)
+        self.fetcher.start(self.slots, experts, slots, batch)
 
-    def _ready(self, batch: Batch, count: int) -> list[int]:
+    def ready(self, batch: Batch, count: int) -> list[int]:
         """Wait for at least ``count`` experts of ``batch`` and return all that are complete."""
         experts = self.fetcher.wait(batch, count)
         if not self.slots.aliased:
             self.slots.landed([self.resident.slot_of[e] for e in experts])
         return experts
 
-    def _abandon(self, batch: Batch, experts: list[int]) -> None:
-        """A forward ends early: let no thread write on, and trust none of what was read."""
-        batch.drain()
-        for expert in experts:
+    def _abandon(self, flow: _Flow) -> None:
+        """A forward ends early: let no thread write on, and trust nothing that was on its way."""
+        flow.batch.drain()
+        for expert in flow.started:
             if self.resident.slot_of[expert] != ABSENT:
                 self.resident.forget(expert)
 
     def fill(self) -> None:
         """Read every expert into the slot of its own number (layers that fit whole)."""
         experts = list(range(self.slots.store.experts))
-        slots = self.resident.place_all(experts, keep=())
-        batch = self.fetcher.start(self.slots, experts, slots)
+        batch = Batch()
         try:
-            self._ready(batch, len(experts))
-        except BaseException:
-            self._abandon(batch, experts)
-            raise
+            self.read(experts, set(), batch)
+            self.ready(batch, len(experts))
+        finally:
+            batch.drain()
 
     def shrink(self, slots: int) -> None:
         """Give memory back: keep only ``slots`` slots. No forward may be under way."""
-        if self._pending:
+        if self._pending is not None:
             mx.eval(self._pending)
-            self._pending = []
+            self._pending = None
         self.slots.shrink(slots, self.resident.shrink(slots))
+
+
+class _Flow:
+    """One call's experts on their way: waiting, being read, being computed.
+
+    Args:
+        layer: the layer they belong to.
+        rows: what is computed with them.
+        waiting: the experts to read, in order.
+        keep: experts whose slots are not given up in this call.
+        busy: experts whose slots a computation or a read needs until it is released.
+    """
+
+    def __init__(
+        self, layer: OffloadedLayer, rows: _Rows, waiting: list[int], keep: set[int], busy: set[int]
+    ) -> None:
+        self._layer = layer
+        self._rows = rows
+        self.waiting = waiting
+        self._keep = keep
+        self._busy = busy
+        self.batch = Batch()
+        self.started: list[int] = []
+        self.coming = 0
+        self.computing = 0
+        self._computations: deque[tuple[mx.array, list[int]]] = deque()
+
+    def feed(self) -> None:
+        """Start as many reads as there are slots to be had."""
+        if not self.waiting:
+            return
+        resident = self._layer.resident
+        spare = resident.free
+        if spare < len(self.waiting):
+            held = self._busy | self._keep
+            spare += sum(1 for e in resident.residents() if e not in held)
+        experts, self.waiting = self.waiting[:spare], self.waiting[spare:]
+        if experts:
+            self._busy.update(experts)
+            self.started += experts
+            self.coming += len(experts)
+            self._layer.read(experts, self._busy | self._keep, self.batch)
+
+    def arrive(self, count: int) -> None:
+        """Wait for ``count`` of the experts being read, and compute all that have arrived."""
+        experts = self._layer.ready(self.batch, min(count, self.coming))
+        self.coming -= len(experts)
+        self.compute(experts)
+
+    def compute(self, experts: Sequence[int]) -> None:
+        """Start to compute the rows of ``experts``, which are in memory."""
+        if not experts:
+            return
+        y = self._rows.compute(experts)
+        mx.async_eval(y)
+        leaving = [e for e in experts if e not in self._keep]
+        if leaving:
+            self._computations.append((y, leaving))
+            self.computing += len(leaving)
+
+    def release(self) -> None:
+        """Wait for the oldest computation, if any, and let its slots go."""
+        if self._computations:
+            y, experts = self._computations.popleft()
+            mx.eval(y)
+            self.computing -= len(experts)
+            self._busy.difference_update(experts)
 
 
 class _Rows:
