@@ -28,6 +28,7 @@ from mbolt_mlx.core.errors import MemoryLimitError, ReadError, UnsupportedError,
 from mbolt_mlx.core.residency import DEFAULT_POLICY
 from mbolt_mlx.core.sizes import format_size, parse_size
 from mbolt_mlx.engine.fetch import Fetcher
+from mbolt_mlx.engine.layer import OffloadedLayer
 from mbolt_mlx.engine.runtime import Ceiling, Engine, attach
 from mbolt_mlx.engine.stats import Stats
 from mbolt_mlx.engine.swap import (
@@ -38,7 +39,6 @@ from mbolt_mlx.engine.swap import (
     limit_cache,
     match,
 )
-from mbolt_mlx.engine.switch import OffloadedLayer
 from mbolt_mlx.storage import store as stores
 from mbolt_mlx.storage.checkpoint import Checkpoint, read_header
 from mbolt_mlx.storage.experts import ExpertLayer, find_experts

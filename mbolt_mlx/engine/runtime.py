@@ -17,8 +17,9 @@ from mbolt_mlx.core.errors import MemoryLimitError, UsageError
 from mbolt_mlx.core.residency import slots_for
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.engine.fetch import Fetcher
+from mbolt_mlx.engine.layer import OffloadedLayer
 from mbolt_mlx.engine.stats import PhaseStats, Stats
-from mbolt_mlx.engine.switch import OffloadedLayer, rebind
+from mbolt_mlx.engine.switch import rebind
 
 
 class Ceiling:

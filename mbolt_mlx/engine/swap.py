@@ -16,8 +16,9 @@ from mbolt_mlx.core.budget import LayerShape
 from mbolt_mlx.core.errors import UnsupportedError
 from mbolt_mlx.core.residency import ResidentSet, make_policy
 from mbolt_mlx.engine.fetch import Fetcher
+from mbolt_mlx.engine.layer import OffloadedLayer
 from mbolt_mlx.engine.slots import MLX_DTYPES, LayerSlots
-from mbolt_mlx.engine.switch import OffloadedLayer, offload
+from mbolt_mlx.engine.switch import offload
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.store import LayerStore, Store
 

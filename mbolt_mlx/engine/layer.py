@@ -1,0 +1,219 @@
+"""One layer at work: bring the experts that the router named into slots, and compute.
+
+Those whose experts are in memory are computed while the others are read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from time import perf_counter
+
+import mlx.core as mx
+import numpy as np
+
+from mbolt_mlx.core.reads import Batch
+from mbolt_mlx.core.residency import ABSENT, ResidentSet, prompt_worth
+from mbolt_mlx.engine.fetch import Fetcher
+from mbolt_mlx.engine.rows import Compute, ManyTokens, OneToken, Rows
+from mbolt_mlx.engine.slots import LayerSlots
+
+
+class OffloadedLayer:
+    """One layer's experts: what is in memory, and how a forward gets the rest.
+
+    Args:
+        slots: the layer's memory.
+        resident: which expert each slot holds.
+        fetcher: reads, counts, and the lock, shared by all layers.
+    """
+
+    def __init__(self, slots: LayerSlots, resident: ResidentSet, fetcher: Fetcher) -> None:
+        self.slots = slots
+        self.resident = resident
+        self.fetcher = fetcher
+        self._pending: mx.array | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every expert has its own slot, so that slot numbers are expert ids."""
+        return self.slots.count == self.slots.store.experts
+
+    def forward(self, compute: Compute, x: mx.array, indices: mx.array) -> mx.array:
+        """``compute`` on slots instead of experts.
+
+        Args:
+            compute: the stock container.
+            x: rows ``[..., D]``.
+            indices: the router's expert ids ``[..., K]``.
+
+        Returns:
+            ``[..., K, D]``, the rows that the stock container would give.
+        """
+        counts = self.fetcher.counts
+        start = perf_counter()
+        ids = np.array(indices)
+        counts.readback_wait_s += perf_counter() - start
+        counts.readbacks += 1
+        tokens = ids.reshape(-1, ids.shape[-1])
+        if len(tokens) == 1:
+            experts = list(dict.fromkeys(tokens[0].tolist()))
+            rows: Rows = OneToken(compute, x, tokens[0].tolist(), self.resident.slot_of)
+        else:
+            experts = np.unique(tokens).tolist()
+            rows = ManyTokens(compute, x, tokens, self.resident.slot_of)
+        hits, misses = self.resident.split(experts)
+        counts.hits += len(hits)
+        counts.misses += len(misses)
+        evicted = self.resident.evictions
+        self._run(rows, hits, misses, tokens)
+        self.resident.policy.use(tokens)
+        counts.evictions += self.resident.evictions - evicted
+        y = rows.combine(ids.shape)
+        # What reads the slots is on its way before this returns, so that whoever overwrites one
+        # next, on any thread, only has to wait for it.
+        mx.async_eval(y)
+        self._pending = y
+        return y
+
+    def _run(self, rows: Rows, hits: list[int], misses: list[int], tokens: np.ndarray) -> None:
+        """Read what is missing, and meanwhile compute what is there, in a sliding window.
+
+        Where the experts outnumber the slots, those of most worth keep theirs, and the others
+        pass through the rest: half of it is being read while the other half is computed.
+        """
+        resident = self.resident
+        staging, keep = resident.slots, set[int]()
+        if len(misses) > resident.slots - len(hits):
+            staging, keep = self._staging({*hits, *misses}, tokens)
+            misses = self.slots.store.file_order(misses)
+        flow = _Flow(self, rows, misses, keep, busy=set(hits))
+        # Computing in small groups hides more of the reading, in large ones it costs less.
+        group = 1 if rows.count == 1 else max(1, min(staging, len(misses)) // 4)
+        try:
+            flow.feed()
+            flow.compute([e for e in hits if e not in keep])
+            flow.compute([e for e in hits if e in keep])
+            while flow.waiting or flow.coming:
+                if flow.coming:
+                    flow.arrive(group)
+                while flow.waiting and (not flow.coming or flow.computing > staging // 2):
+                    flow.release()
+                    flow.feed()
+        except BaseException:
+            self._abandon(flow)
+            raise
+
+    def _staging(self, wanted: set[int], tokens: np.ndarray) -> tuple[int, set[int]]:
+        """How many slots experts pass through, and the experts that keep the others."""
+        resident = self.resident
+        staging = min(resident.slots, max(2, resident.slots // 2))
+        worth = prompt_worth(tokens, self.slots.store.experts)
+        best = sorted(wanted | set(resident.residents()), key=lambda e: -worth[e])
+        return staging, set(best[: resident.slots - staging])
+
+    def read(self, experts: list[int], keep: set[int], batch: Batch) -> None:
+        """Start to read ``experts`` into slots; give up none of ``keep`` for them."""
+        if self._pending is not None:
+            mx.eval(self._pending)
+            self._pending = None
+        slots = self.resident.place_all(experts, keep)
+        self.fetcher.start(self.slots, experts, slots, batch)
+
+    def ready(self, batch: Batch, count: int) -> list[int]:
+        """Wait for at least ``count`` experts of ``batch`` and return all that are complete."""
+        experts = self.fetcher.wait(batch, count)
+        if not self.slots.aliased:
+            self.slots.landed([self.resident.slot_of[e] for e in experts])
+        return experts
+
+    def _abandon(self, flow: _Flow) -> None:
+        """A forward ends early: let no thread write on, and trust nothing that was on its way."""
+        flow.batch.drain()
+        for expert in flow.started:
+            if self.resident.slot_of[expert] != ABSENT:
+                self.resident.forget(expert)
+
+    def fill(self) -> None:
+        """Read every expert into the slot of its own number (layers that fit whole)."""
+        experts = list(range(self.slots.store.experts))
+        batch = Batch()
+        try:
+            self.read(experts, set(), batch)
+            self.ready(batch, len(experts))
+        finally:
+            batch.drain()
+
+    def shrink(self, slots: int) -> None:
+        """Give memory back: keep only ``slots`` slots. No forward may be under way."""
+        if self._pending is not None:
+            mx.eval(self._pending)
+            self._pending = None
+        self.slots.shrink(slots, self.resident.shrink(slots))
+
+
+class _Flow:
+    """One call's experts on their way: waiting, being read, being computed.
+
+    Args:
+        layer: the layer they belong to.
+        rows: what is computed with them.
+        waiting: the experts to read, in order.
+        keep: experts whose slots are not given up in this call.
+        busy: experts whose slots a computation or a read needs until it is released.
+    """
+
+    def __init__(
+        self, layer: OffloadedLayer, rows: Rows, waiting: list[int], keep: set[int], busy: set[int]
+    ) -> None:
+        self._layer = layer
+        self._rows = rows
+        self.waiting = waiting
+        self._keep = keep
+        self._busy = busy
+        self.batch = Batch()
+        self.started: list[int] = []
+        self.coming = 0
+        self.computing = 0
+        self._computations: deque[tuple[mx.array, list[int]]] = deque()
+
+    def feed(self) -> None:
+        """Start as many reads as there are slots to be had."""
+        if not self.waiting:
+            return
+        resident = self._layer.resident
+        spare = resident.free
+        if spare < len(self.waiting):
+            held = self._busy | self._keep
+            spare += sum(1 for e in resident.residents() if e not in held)
+        experts, self.waiting = self.waiting[:spare], self.waiting[spare:]
+        if experts:
+            self._busy.update(experts)
+            self.started += experts
+            self.coming += len(experts)
+            self._layer.read(experts, self._busy | self._keep, self.batch)
+
+    def arrive(self, count: int) -> None:
+        """Wait for ``count`` of the experts being read, and compute all that have arrived."""
+        experts = self._layer.ready(self.batch, min(count, self.coming))
+        self.coming -= len(experts)
+        self.compute(experts)
+
+    def compute(self, experts: Sequence[int]) -> None:
+        """Start to compute the rows of ``experts``, which are in memory."""
+        if not experts:
+            return
+        y = self._rows.compute(experts)
+        mx.async_eval(y)
+        leaving = [e for e in experts if e not in self._keep]
+        if leaving:
+            self._computations.append((y, leaving))
+            self.computing += len(leaving)
+
+    def release(self) -> None:
+        """Wait for the oldest computation, if any, and let its slots go."""
+        if self._computations:
+            y, experts = self._computations.popleft()
+            mx.eval(y)
+            self.computing -= len(experts)
+            self._busy.difference_update(experts)
