@@ -18,6 +18,9 @@ from mbolt_mlx.engine.fetch import Fetcher
 from mbolt_mlx.engine.rows import Compute, ManyTokens, OneToken, Rows
 from mbolt_mlx.engine.slots import LayerSlots
 
+# The result of a call this small may be kept until the layer's next one.
+_LAZY_TOKENS = 16
+
 
 class OffloadedLayer:
     """One layer's experts: what is in memory, and how a forward gets the rest.
@@ -70,10 +73,13 @@ class OffloadedLayer:
         self.resident.policy.use(tokens)
         counts.evictions += self.resident.evictions - evicted
         y = rows.combine(ids.shape)
-        # What reads the slots is on its way before this returns, so that whoever overwrites one
-        # next, on any thread, only has to wait for it.
-        mx.async_eval(y)
-        self._pending = y
+        if len(tokens) > _LAZY_TOKENS:
+            mx.eval(y)
+        else:
+            # What reads the slots is on its way before this returns, so that whoever overwrites
+            # one next, on any thread, only has to wait for it.
+            mx.async_eval(y)
+            self._pending = y
         return y
 
     def _run(self, rows: Rows, hits: list[int], misses: list[int], tokens: np.ndarray) -> None:
