@@ -118,7 +118,7 @@ class DecayedCount:
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU, "decayed": DecayedCount}
-DEFAULT_POLICY = "lru"
+DEFAULT_POLICY = "decayed"
 
 
 def make_policy(name: str, experts: int) -> Policy:
