@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ import xxhash
 
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import OutputError, ReadError
-from mbolt_mlx.core.output import Output, open_output
+from mbolt_mlx.core.output import Output, check_space, open_output
 from mbolt_mlx.core.workers import work_through
 from mbolt_mlx.storage.checkpoint import Checkpoint, Shard
 from mbolt_mlx.storage.experts import ExpertLayer
@@ -67,6 +67,7 @@ def coalesce(
     force: bool = False,
     name: str | None = None,
     revision: str | None = None,
+    before: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Write the side-file ``output`` and its manifest.
 
@@ -79,6 +80,8 @@ def coalesce(
         order_note: what the manifest says of it (``kind``, ``profile_sha256``).
         force: replace the side-file of another source, or rewrite one that matches.
         name, revision: of the model, for the manifest.
+        before: called with the bytes of the side-file and the bytes free on its drive, when all
+            else has been checked and nothing has been written; it may raise to stop.
 
     Raises:
         OutputError: when it cannot be written here, does not read back, or the source changes
@@ -91,6 +94,9 @@ def coalesce(
     found = existing(target, checkpoint, layers, plan, force=force)
     if found is not None:
         return Report(target, plan.size, plan.blocks, 0.0, 0.0, plan.blocks, already=True)
+    check_space(target, plan.size)
+    if before is not None:
+        before(plan.size, files.free_space(target.parent))
     source = source_of(checkpoint, name, revision, sample=True)
     stamp = _resume_stamp(plan, source)
     with open_output(target, plan.size, stamp, resume=resume, direct=True) as out:

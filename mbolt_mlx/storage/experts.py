@@ -265,7 +265,7 @@ def _single(
 def _check_config(checkpoint: Checkpoint, module: str, experts: int, tensor: Tensor) -> None:
     told = {
         value
-        for config in _configs(checkpoint.config)
+        for config in configs(checkpoint.config)
         for key in _COUNT_KEYS
         if type(value := config.get(key)) is int and value > 0
     }
@@ -292,7 +292,8 @@ def _no_experts(checkpoint: Checkpoint) -> UnsupportedError:
     )  # fmt: skip
 
 
-def _configs(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def configs(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """``config`` and the parts of it that may hold the language model's numbers."""
     yield config
     for key in ("text_config", "language_config", "llm_config"):
         if isinstance(config.get(key), dict):
@@ -300,7 +301,7 @@ def _configs(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _first_int(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
-    for inner in _configs(config):
+    for inner in configs(config):
         for key in keys:
             if type(inner.get(key)) is int and inner[key] > 0:
                 return inner[key]

@@ -179,7 +179,8 @@ def zero_padding(window: Window, out: np.ndarray) -> None:
 def padding_of(layer: PlannedLayer) -> Iterator[tuple[int, int]]:
     """The ranges of a block, [first, last), that belong to no piece."""
     position = 0
-    for piece, at in zip(layer.source.pieces, layer.piece_offsets, strict=True):
+    pieces = zip(layer.source.pieces, layer.piece_offsets, strict=True)
+    for piece, at in sorted(pieces, key=lambda pair: pair[1]):
         if at > position:
             yield position, at
         position = at + piece.nbytes

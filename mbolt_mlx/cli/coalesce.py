@@ -1,0 +1,135 @@
+"""``mbolt-mlx coalesce``: write the side-file of a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mbolt_mlx.core import files
+from mbolt_mlx.core.errors import MboltError, UsageError
+from mbolt_mlx.core.sizes import format_size
+from mbolt_mlx.storage.checkpoint import Checkpoint
+from mbolt_mlx.storage.coalesce import coalesce
+from mbolt_mlx.storage.experts import find_experts
+from mbolt_mlx.storage.locate import default_side_file
+
+HELP = "write a model's experts as one block each, so that a miss is one read"
+ASK_FROM = 20 * 10**9
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to ``parser``."""
+    parser.add_argument(
+        "--model", required=True, help="a folder, a hub repository, or a short name"
+    )
+    parser.add_argument("--revision", help="revision of the hub repository")
+    _add_common(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output", type=Path, help="the side-file (default: in the user's cache)"
+    )
+    parser.add_argument(
+        "-y", "--yes", action="store_true", help="do not ask before writing 20 GB and more"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace a side-file of another source, or a good one"
+    )
+    parser.add_argument(
+        "--no-resume", action="store_true", help="throw away what an interrupted run has written"
+    )
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not read the blocks back from the drive"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the side-file that ``args`` ask for; returns the exit status."""
+    from mbolt_mlx.names import resolve
+
+    folder = resolve(args.model, revision=getattr(args, "revision", None), progress=not args.quiet)
+    checkpoint = Checkpoint.open(folder)
+    layers = find_experts(checkpoint)
+    target = args.output
+    if target is None:
+        target = default_side_file(checkpoint)
+        files.make_folder(target.parent)
+
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(text, file=sys.stderr)
+
+    def before(size: int, free: int) -> None:
+        say(
+            f"{target}: {format_size(size)} to write, {sum(y.experts for y in layers)} experts in "
+            f"{len(layers)} layers; {format_size(free)} free"
+        )
+        if size >= ASK_FROM and not args.yes:
+            _ask(size)
+
+    for warning in checkpoint.warnings:
+        say(f"warning: {warning}")
+    try:
+        report = coalesce(
+            checkpoint,
+            layers,
+            target,
+            progress=not args.quiet,
+            resume=not args.no_resume,
+            verify=not args.no_verify,
+            force=args.force,
+            name=_name(args.model),
+            revision=getattr(args, "revision", None),
+            before=before,
+        )
+    except KeyboardInterrupt:
+        say("stopped; run the same command again to go on from here")
+        raise
+    if report.already:
+        say(f"{target}: already there and matches the model; nothing to do")
+        return 0
+    if report.resumed_from:
+        say(f"went on from an earlier run: {report.resumed_from} of {report.blocks} blocks")
+    rate = ""
+    if not report.resumed_from:
+        rate = f", {format_size(report.bytes / max(report.write_seconds, 1e-9))}/s"
+    say(f"wrote {format_size(report.bytes)} in {report.write_seconds:.1f} s{rate}, drive flushed")
+    if not args.no_verify:
+        say(f"read back and compared in {report.verify_seconds:.1f} s: all blocks as written")
+    return 0
+
+
+def _name(model: str) -> str:
+    """What the manifest calls the model: of a folder only its name, as paths are private."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model
+
+
+def _ask(size: int) -> None:
+    if not sys.stdin.isatty():
+        raise UsageError(f"{format_size(size)} would be written", hint="give --yes to agree")
+    print("Write it? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError("nothing was written")
+
+
+def script(argv: list[str] | None = None) -> int:
+    """``coalesce_rewrite.py MODEL_DIR -o SIDEFILE``; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="coalesce_rewrite.py", description=HELP)
+    parser.add_argument("model", metavar="MODEL_DIR", help="folder of the model, or its name")
+    _add_common(parser)
+    args = parser.parse_args(argv)
+    try:
+        return run(args)
+    except MboltError as error:
+        print(f"coalesce_rewrite.py: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(script())
