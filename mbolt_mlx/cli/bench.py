@@ -10,7 +10,9 @@ from typing import Any
 
 from mbolt_mlx.bench import machine, plan, report, tokens
 from mbolt_mlx.bench.measure import Job
+from mbolt_mlx.cli.arguments import MODEL_HELP, read_threads
 from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.core.residency import POLICIES
 
 HELP = "measure prefill, decode, reads and memory with forced tokens"
 
@@ -18,7 +20,7 @@ HELP = "measure prefill, decode, reads and memory with forced tokens"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     add = parser.add_argument
-    add("--model", required=True, help="model folder, repository or short name")
+    add("--model", required=True, help=MODEL_HELP)
     add("--resident", default="0.1,0.2,0.5,1.0", help="fractions, comma-separated")
     add("--side-file", help="the coalesced experts (default: the one that is found)")
     add(
@@ -36,8 +38,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=int, default=5, help="runs of each setting (default: %(default)s)")
     add("--prefill", type=int, default=128, help="prompt tokens (default: %(default)s)")
     add("--decode", type=int, default=64, help="decoded tokens (default: %(default)s)")
-    add("--policy", default="default", help="who stays in memory")
-    add("--read-threads", type=int, help="reads at a time")
+    add(
+        "--policy",
+        choices=["default", *POLICIES],
+        default="default",
+        help="which experts stay in memory",
+    )
+    add("--read-threads", type=read_threads, metavar="N", help="reads at a time, 1 to 256")
     add(
         "--direct",
         action=argparse.BooleanOptionalAction,

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Ours against mlx-vlm's expert offload, in alternating pairs under the same limits.
+
+    python examples/bench/compare.py --model MODELS/f32 --read-mbps 400
+    python examples/bench/compare.py --model MODELS/f32 --prefill 300 --decode 1 --read-mbps 400
+
+Each run is a fresh process with the page cache of the machine dropped, --memory in all (page cache
+included), the same readahead, the same token ids and as many experts in memory. --with-stock also
+runs mlx-lm with everything in memory in the first rounds: that is the compute time which limit.py
+and prefill.py take from the JSON. The drive's rate under the same limits is measured before and
+after. Ratios are ours ÷ theirs of each pair: median [least-most].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import common
+
+
+def compare(args: Any, engines: list[str], stock_rounds: int) -> dict[str, Any]:
+    """Run ``engines`` and return the document, with the drive's rate under the same limits."""
+    limits = common.limits_of(args)
+    ours = common.job_of(args)
+    made = {
+        "mbolt": lambda: ours,
+        "mlx-vlm": lambda: common.rival(ours, args.rival_python),
+        "mlx-lm": lambda: common.stock(ours),
+    }
+    jobs = [made[name]() for name in engines]
+    run = common.runner(limits, args.rival_python)
+
+    def rate() -> float:
+        options = ("--threads", 4, "--repeat", 3, "--bytes", 512 << 20)
+        return common.probe(limits, "rate", ours.side_file, *options)["bytes_per_s"]
+
+    before = rate()
+    title = f"{limits.name}, prompt {args.prefill}"
+    runs = common.rounds(jobs, args.pairs, run, title)
+    if stock_rounds:
+        alone = common.rounds([made["mlx-lm"]()], stock_rounds, run, "stock")
+        for entry in alone:
+            entry["setting"] = len(jobs)
+            entry["order"] += len(runs)
+        runs += alone
+    after = rate()
+    ratios = {
+        key: common.pair_ratio(runs, key, "mbolt", engines[-1])
+        for key in ("decode_tps", "prefill_tps", "ttft_s", "peak_rss_bytes", "drive_read_bytes")
+    }
+    return common.save(
+        args,
+        f"compare-{engines[-1]}-{args.model.name}-{limits.name}-{args.prefill}",
+        runs,
+        limits=common.asdict(limits),
+        drive={"bytes_per_s": (before + after) / 2, "before": before, "after": after},
+        ratios=ratios,
+    )
+
+
+def main() -> int:
+    parser = common.parser_of(__doc__)
+    parser.add_argument(
+        "--against", choices=["mlx-vlm", "mlx-lm"], default="mlx-vlm", help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--with-stock", type=int, default=0, metavar="N", help="also N runs of mlx-lm in memory"
+    )
+    args = parser.parse_args()
+    data = compare(args, ["mbolt", args.against], args.with_stock)
+    print()
+    for key, value in data["ratios"].items():
+        common.show(f"ours / {args.against}, {key}", value)
+    warm = [r for r in common.good(data["runs"], "mbolt") if not r["cold"]]
+    if warm:
+        print(f"{len(warm)} of our runs were not cold: {warm[0]['cold_reason']}")
+    return 1 if warm or any("error" in r for r in data["runs"]) else 0
+
+
+if __name__ == "__main__":
+    common.main(main)
