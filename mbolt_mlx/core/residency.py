@@ -6,6 +6,7 @@ The engine and the simulator run the same classes. A *policy* orders the experts
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -15,6 +16,8 @@ import numpy as np
 from mbolt_mlx.core.errors import UsageError
 
 ABSENT = -1
+# Power of two up to which the weight of a use may grow.
+_LARGEST = 332
 
 
 class Policy(Protocol):
@@ -91,13 +94,16 @@ class DecayedCount:
             self._weight *= self._growth
             self._count[tokens[0]] += self._weight
         else:
-            weights = self._weight * self._growth ** np.arange(1, len(tokens) + 1)
-            if not np.isfinite(weights[-1]) or weights[-1] > 1e200:
-                self._count *= 0.0 if not np.isfinite(weights[-1]) else 1.0 / weights[-1]
-                weights = self._growth ** np.arange(-len(tokens) + 1.0, 1.0)
+            # Over a long prompt the weights would pass the largest float; then they end at 1.
+            last = math.log2(self._weight) + len(tokens) * math.log2(self._growth)
+            if last > _LARGEST:
+                self._count *= 0.5**last
+                weights = self._growth ** np.arange(1.0 - len(tokens), 1.0)
+            else:
+                weights = self._weight * self._growth ** np.arange(1, len(tokens) + 1)
             np.add.at(self._count, tokens, weights[:, None])
             self._weight = float(weights[-1])
-        if self._weight > 1e100:
+        if self._weight > 2.0**_LARGEST:
             self._count /= self._weight
             self._weight = 1.0
 
