@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from mbolt_mlx import __version__
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import OutputError, ReadError
 from mbolt_mlx.core.output import Output, check_space, open_output
@@ -109,7 +110,7 @@ def coalesce(
             rewrite.read_back(progress)
         verified = time.perf_counter()
         manifest = Manifest(
-            tool=_tool(),
+            tool=f"mbolt-mlx {__version__}",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             source=source,
             alignment=plan.alignment,
@@ -298,12 +299,3 @@ def _resume_stamp(plan: Plan, source: Source) -> str:
 
 def _order_note(order: Mapping[int, Sequence[int]] | None) -> dict[str, Any]:
     return {"kind": "file" if order is None else "given", "profile_sha256": None}
-
-
-def _tool() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"mbolt-mlx {version('mbolt-mlx')}"
-    except PackageNotFoundError:
-        return "mbolt-mlx"
