@@ -37,7 +37,10 @@ def _group() -> tuple[int | None, int]:
     tightest: int | None = None
     used = 0
     for line in lines:
-        _, controllers, name = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, colon, name = rest.partition(":")
+        if not colon:
+            continue
         if controllers == "":
             root, names = _CGROUP, ("memory.max", "memory.current", "file")
         elif "memory" in controllers.split(","):
@@ -51,7 +54,9 @@ def _group() -> tuple[int | None, int]:
             )
         else:
             continue
-        for folder in [root / name.lstrip("/"), root]:
+        own = root / name.lstrip("/")
+        # Every group further up limits as well.
+        for folder in [own, *(up for up in own.parents if up.is_relative_to(root))]:
             limit, in_use = _read_group(folder, *names)
             if limit is not None and (tightest is None or limit < tightest):
                 tightest, used = limit, in_use
