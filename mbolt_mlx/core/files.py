@@ -42,8 +42,10 @@ def open_read(path: str | os.PathLike[str], *, direct: bool = False) -> int:
     try:
         fd = os.open(path, flags)
     except OSError as error:
-        if direct and error.errno == errno.EINVAL:
+        if direct and error.errno == errno.EINVAL and os.path.isfile(path):
             raise ReadError("the file system has no direct reads", path=path) from error
+        if error.errno == errno.EINVAL and os.path.exists(path):
+            raise ReadError("not a regular file", path=path) from error
         raise ReadError(f"cannot open: {error.strerror}", path=path) from error
     try:
         if not is_regular(fd):
@@ -196,6 +198,8 @@ def _pread_slowly(fd: int, pending: list[memoryview], offset: int, path: str | N
                 offset=offset,
                 expected=f"{sum(map(len, pending))} more bytes",
             )
+        if DIRECT_ALIGN < got < size:
+            got -= got % DIRECT_ALIGN  # a direct read cannot go on anywhere else
         offset += got
         while got and pending:
             taken = min(got, len(pending[0]))
@@ -223,9 +227,11 @@ def pread_some(fd: int, buffer: memoryview, offset: int, *, need: int) -> int:
                 raise ReadError(f"read failed: {error.strerror}", offset=offset) from error
             time.sleep(0.01 * failures)
             continue
-        if got < need:
+        if got >= need:
+            return got
+        failures += 1
+        if got == 0 or failures >= _RETRIES:
             raise ReadError("the file ends too early", offset=offset, expected=f"{need} bytes")
-        return got
 
 
 def raise_thread_priority() -> None:
