@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
+import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -35,10 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; with ``--stats``, print the table."""
-    if args.model is None and args.prompt_cache_file is None:
-        raise UsageError(
-            "which model?", hint=f"--model takes {arguments.MODEL_HELP}, as in --model demo"
-        )
+    _check(args)
     stock = _stock()
     loader = _Loader(stock.load, arguments.engine_options(args))
     try:
@@ -53,6 +52,22 @@ def run(args: argparse.Namespace) -> int:
 
         print_stats(loader.model)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse early, and in terms of the options, what mlx-lm would fail on later."""
+    cache = args.prompt_cache_file
+    if args.model is None and cache is None:
+        raise UsageError("no model is given", hint=f"--model takes {arguments.MODEL_HELP}")
+    if cache is not None and not os.path.isfile(cache):
+        raise UsageError("--prompt-cache-file: no such file", path=cache)
+    if args.chat_template_config is not None:
+        try:
+            config = json.loads(args.chat_template_config)
+        except ValueError as error:
+            raise UsageError(f"--chat-template-config is not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise UsageError("--chat-template-config is not a JSON object")
 
 
 class _Loader:

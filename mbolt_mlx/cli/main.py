@@ -78,6 +78,7 @@ def _dispatch(argv: list[str]) -> int:
     parser = _top_parser()
     args = parser.parse_args(argv)
     if args.command is None:
+        parser.epilog = _list_commands()
         parser.print_help(sys.stderr)
         return 2
     if args.command not in COMMANDS:
@@ -100,7 +101,12 @@ def _top_parser() -> Parser:
         add_help=False,
     )
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this and exit")
-    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"{PROG} {__version__}",
+        help="show the version and exit",
+    )
     _add_debug(parser)
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -108,7 +114,7 @@ def _top_parser() -> Parser:
 
 
 class _Help(argparse.Action):
-    """Lists the commands, which takes importing them all."""
+    """Lists the commands too, for which it imports them all."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> NoReturn:
         parser.epilog = _list_commands()
@@ -136,17 +142,19 @@ def _sentence(text: str) -> str:
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = " ".join(record.getMessage().split())
-        return f"{PROG}: {record.levelname.lower()}: {text}"
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{PROG}: {level}{text}"
 
 
 def _log_to_stderr() -> None:
-    """Show our own library's warnings the way errors are shown."""
+    """Show what our own library notes the way errors are shown."""
     logger = logging.getLogger("mbolt_mlx")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     logger.propagate = False
 
 
