@@ -30,19 +30,18 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         OutputError: when it cannot be written; an older file ``path`` is then unharmed.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.partial")
+    fd = _open_locked(partial, path)
     try:
-        fd = files.open_write(partial)
-        try:
-            files.truncate(fd, 0, path=str(partial))
-            files.pwrite_all(fd, data, 0, path=str(path))
-            files.sync(fd, path=str(path))
-        finally:
-            files.close(fd)
+        files.truncate(fd, 0, path=str(partial))
+        files.pwrite_all(fd, data, 0, path=str(path))
+        files.sync(fd, path=str(path))
         files.replace(partial, path)
     except BaseException:
         files.unlink(partial)
         raise
+    finally:
+        files.close(fd)
 
 
 @dataclass
@@ -174,7 +173,7 @@ def open_output(
     """
     target = Path(target)
     partial, journal = partial_paths(target)
-    lock_fd = _lock_journal(journal, target)
+    lock_fd = _open_locked(journal, target)
     fd = -1
     try:
         first = _line(f"{_MAGIC} {size} {stamp}")
@@ -223,16 +222,16 @@ def check_space(target: Path, size: int) -> None:
         )  # fmt: skip
 
 
-def _lock_journal(journal: Path, target: Path) -> int:
-    """The journal's descriptor, locked, and still the file of that name."""
+def _open_locked(path: Path, target: Path) -> int:
+    """A descriptor of ``path``, made if absent, locked, and still the file of that name."""
     while True:
-        fd = files.open_write(journal)
+        fd = files.open_write(path)
         if not files.try_lock(fd):
             files.close(fd)
             raise OutputError("another process is writing this file now", path=target)
-        if files.is_same_file(fd, journal):
+        if files.is_same_file(fd, path):
             return fd
-        files.close(fd)  # its last owner finished and removed it in the meantime
+        files.close(fd)  # its last owner finished and renamed or removed it
 
 
 def _open_partial(partial: Path, direct: bool) -> tuple[int, bool]:

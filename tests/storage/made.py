@@ -86,8 +86,8 @@ def model(folder: Path, files: dict[str, dict] | None = None, *, index: bool = F
     return folder
 
 
-def large_model(folder: Path, layers: int = 3, experts: int = 24) -> Path:
-    """Some tens of MB: 9 pieces an expert, in two files, experts straddling both."""
+def large_model(folder: Path, layers: int = 3, experts: int = 12) -> Path:
+    """35 MB: 9 pieces an expert, in two files, experts straddling both."""
     tensors = expert_tensors(range(layers), experts, 1024, 512, quantised=True)
     names = list(tensors)
     half = {n: tensors[n] for n in names if "down_proj" not in n}

@@ -22,7 +22,8 @@ def refused(path, *words):
 
 def test_good_file_with_zero_length_tensor_and_scalar(tmp_path):
     path = safetensors(
-        tmp_path / "a.safetensors", {"x": ("F32", [2, 3]), "none": ("F16", [0, 4]), "s": ("I64", [])}
+        tmp_path / "a.safetensors",
+        {"x": ("F32", [2, 3]), "none": ("F16", [0, 4]), "s": ("I64", [])},
     )
     tensors, metadata, start, sha = read_header(path)
     assert tensors["x"].shape == (2, 3) and tensors["x"].offset == start
@@ -96,7 +97,9 @@ def test_not_an_object(tmp_path, text):
 
 def test_tensor_named_twice(tmp_path):
     entry = json.dumps(tensor([1], 0, 4))
-    path = raw_file(tmp_path / "a.safetensors", f'{{"x": {entry}, "x": {entry}}}'.encode(), bytes(4))
+    path = raw_file(
+        tmp_path / "a.safetensors", f'{{"x": {entry}, "x": {entry}}}'.encode(), bytes(4)
+    )
     refused(path, "'x' twice")
 
 
@@ -154,7 +157,9 @@ def test_dimensions_without_end(tmp_path):
 @pytest.mark.parametrize("ends", [[0], [0, 4, 8], [0, 4.0], [-4, 0], None, "04", [False, 4]])
 def test_range_that_is_no_range(tmp_path, ends):
     entry = {**tensor([1], 0, 4), "data_offsets": ends}
-    refused(raw_file(tmp_path / "a.safetensors", {"x": entry}, bytes(4)), "tensor x", "data_offsets")
+    refused(
+        raw_file(tmp_path / "a.safetensors", {"x": entry}, bytes(4)), "tensor x", "data_offsets"
+    )
 
 
 def test_range_reversed(tmp_path):
@@ -175,7 +180,9 @@ def test_half_a_byte(tmp_path):
 
 def test_ranges_overlap(tmp_path):
     header = {"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)}
-    refused(raw_file(tmp_path / "a.safetensors", header, bytes(12)), "tensor b", "overlaps that of a")
+    refused(
+        raw_file(tmp_path / "a.safetensors", header, bytes(12)), "tensor b", "overlaps that of a"
+    )
 
 
 def test_gap_between_ranges(tmp_path):
