@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import weakref
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -28,6 +28,8 @@ class Fetcher:
         self._fds: list[int] = []
         self._paths: dict[int, str] = {}
         self._reader = reads.Reader(threads, self._paths)
+        # The model has no end of its own: its files are closed when it is no longer used.
+        self.close = weakref.finalize(self, _close, self._reader, self._fds)
         try:
             for path in store.files:
                 self._fds.append(files.open_read(path, direct=direct))
@@ -88,10 +90,9 @@ class Fetcher:
             self.counts.read_wait_s += perf_counter() - start
         return complete
 
-    def close(self) -> None:
-        """Close the files and end the threads."""
-        self._reader.close()
-        for fd in self._fds:
-            with contextlib.suppress(OSError):
-                files.close(fd)
-        self._fds = []
+
+def _close(reader: reads.Reader, fds: list[int]) -> None:
+    """End the threads and close the files."""
+    reader.close()
+    while fds:
+        files.close(fds.pop())

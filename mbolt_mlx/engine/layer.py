@@ -36,6 +36,8 @@ class OffloadedLayer:
         self.resident = resident
         self.fetcher = fetcher
         self._pending: mx.array | None = None
+        self._batch = Batch()
+        self._interrupted = False
 
     @property
     def whole(self) -> bool:
@@ -58,6 +60,7 @@ class OffloadedLayer:
         ids = np.array(indices)
         counts.readback_wait_s += perf_counter() - start
         counts.readbacks += 1
+        self._begin()
         tokens = ids.reshape(-1, ids.shape[-1])
         if len(tokens) == 1:
             experts = list(dict.fromkeys(tokens[0].tolist()))
@@ -80,7 +83,23 @@ class OffloadedLayer:
             # one next, on any thread, only has to wait for it.
             mx.async_eval(y)
             self._pending = y
+        self._interrupted = False
         return y
+
+    def _begin(self) -> None:
+        """Wait for what still reads the slots, and distrust them if the last call was cut short.
+
+        An interrupt (Ctrl-C) may come between any two steps of a call, so the call counts as cut
+        short until its last one.
+        """
+        if self._pending is not None:
+            mx.eval(self._pending)
+            self._pending = None
+        if self._interrupted:
+            self._batch.drain()
+            self.resident.clear(self.slots.count)
+            self.slots.index_windows()
+        self._interrupted = True
 
     def _run(self, rows: Rows, hits: list[int], misses: list[int], tokens: np.ndarray) -> None:
         """Read what is missing, and meanwhile compute what is there, in a sliding window.
@@ -94,6 +113,7 @@ class OffloadedLayer:
             staging, keep = self._staging({*hits, *misses}, tokens)
             misses = self.slots.store.file_order(misses)
         flow = _Flow(self, rows, misses, keep, busy=set(hits))
+        self._batch = flow.batch
         # Computing in small groups hides more of the reading, in large ones it costs less.
         group = 1 if rows.count == 1 else max(1, min(staging, len(misses)) // 4)
         try:
@@ -106,7 +126,7 @@ class OffloadedLayer:
                 while flow.waiting and (not flow.coming or flow.computing > staging // 2):
                     flow.release()
                     flow.feed()
-        except BaseException:
+        except Exception:
             self._abandon(flow)
             raise
 
@@ -120,9 +140,6 @@ class OffloadedLayer:
 
     def read(self, experts: list[int], keep: set[int], batch: Batch) -> None:
         """Start to read ``experts`` into slots; give up none of ``keep`` for them."""
-        if self._pending is not None:
-            mx.eval(self._pending)
-            self._pending = None
         slots = self.resident.place_all(experts, keep)
         self.fetcher.start(self.slots, experts, slots, batch)
 
@@ -139,6 +156,7 @@ class OffloadedLayer:
         for expert in flow.started:
             if self.resident.slot_of[expert] != ABSENT:
                 self.resident.forget(expert)
+        self._interrupted = False
 
     def fill(self) -> None:
         """Read every expert into the slot of its own number (layers that fit whole)."""
@@ -152,10 +170,9 @@ class OffloadedLayer:
 
     def shrink(self, slots: int) -> None:
         """Give memory back: keep only ``slots`` slots. No forward may be under way."""
-        if self._pending is not None:
-            mx.eval(self._pending)
-            self._pending = None
+        self._begin()
         self.slots.shrink(slots, self.resident.shrink(slots))
+        self._interrupted = False
 
 
 class _Flow:

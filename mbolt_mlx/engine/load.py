@@ -220,9 +220,15 @@ def _slots(
     """Slots a layer, by the fraction or by what the limit leaves."""
     if resident is not None:
         slots = slots_at(shapes, resident)
-        floor = [n for n, shape in zip(slots, shapes, strict=True) if n > resident * shape.experts]
-        if floor and min(floor) == slots_at(shapes, 0.0)[0]:
-            log.info("at least top_k slots a layer: %d", min(floor))
+        raised = [
+            n for n, shape in zip(slots, shapes, strict=True) if n > resident * shape.experts + 1
+        ]
+        if raised:
+            log.warning(
+                "%g of the experts is less than a token uses: keeping %d a layer (top-k)",
+                resident,
+                max(raised),
+            )
         return slots
     spare = (
         WORKING_BYTES

@@ -106,8 +106,10 @@ class Engine:
             fair = -(-over // (len(self._layers) * shape.expert_bytes))
             slots = max(least, layer.slots.count - fair)
             if slots < layer.slots.count:
-                layer.shrink(slots)
-                rebind(container)
+                try:
+                    layer.shrink(slots)
+                finally:
+                    rebind(container)
         mx.clear_cache()
         self._stats.shrinks += 1
         self._note_slots()
@@ -149,10 +151,6 @@ class Engine:
             self._stats.shrinks = 0
             self._last = None
             self._fetcher.counts = self._stats.decode
-
-    def close(self) -> None:
-        """Close the files. The model cannot read any more experts after this."""
-        self._fetcher.close()
 
 
 def _context(cache: Any) -> int:

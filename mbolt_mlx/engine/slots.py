@@ -94,7 +94,7 @@ class LayerSlots:
         self._pools = [_Pool(piece, slots) for piece in store.pieces]
         self._targets: list[list[list[memoryview] | None]] = []
         self._views: list[list[memoryview]] = []
-        self._index_windows()
+        self.index_windows()
 
     @property
     def nbytes(self) -> int:
@@ -145,6 +145,7 @@ class LayerSlots:
     def shrink(self, slots: int, moves: Sequence[tuple[int, int]]) -> None:
         """Reallocate with fewer slots, a piece at a time; ``moves`` are (old, new) slots kept."""
         self._targets, self._views = [], []
+        self.count = slots
         for number, piece in enumerate(self.store.pieces):
             old, new = self._pools[number], _Pool(piece, slots)
             for source, target in moves:
@@ -153,10 +154,10 @@ class LayerSlots:
                 new.copy_in(list(range(slots)))
             self._pools[number] = new
             del old
-        self.count = slots
-        self._index_windows()
+        self.index_windows()
 
-    def _index_windows(self) -> None:
+    def index_windows(self) -> None:
+        """Look up where each piece of each slot lies in memory."""
         self._views = [[memoryview(row) for row in pool.window] for pool in self._pools]
         self._targets = [[None] * self.count for _ in self.store.runs]
         self._straight = [self._is_straight(run) for run in self.store.runs]

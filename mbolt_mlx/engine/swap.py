@@ -123,14 +123,14 @@ def _check_arrays(
 
 
 def _top_k(parent: nn.Module | None, config: dict[str, Any], layer: LayerStore) -> int:
-    """Experts that a token uses in this layer."""
+    """Experts that a token uses in this layer; 1 where neither module nor config says."""
     configs = [config, config.get("text_config") or {}]
     candidates = [getattr(parent, key, None) for key in _TOP_K]
     candidates += [c.get(key) for c in configs for key in _TOP_K]
     for value in candidates:
         if isinstance(value, int) and 0 < value <= layer.experts:
             return value
-    return layer.experts
+    return 1
 
 
 def dense_bytes(model: nn.Module, places: Sequence[Place]) -> int:
