@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             action.help = arguments.MODEL_HELP
         parser._add_action(action)
     arguments.add_engine_options(parser)
+    parser.add_argument("--revision", help="branch, tag or commit of the hub repository")
     parser.add_argument(
         "--stats", action="store_true", help="print what was read and what it cost, to stderr"
     )
@@ -39,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     """Generate; with ``--stats``, print the table."""
     _check(args)
     stock = _stock()
-    loader = _Loader(stock.load, arguments.engine_options(args))
+    options = arguments.engine_options(args) | {"revision": args.revision}
+    loader = _Loader(stock.load, options)
     try:
         with _instead_of(stock, load=loader, setup_arg_parser=lambda: _Parsed(args)):
             stock.main()

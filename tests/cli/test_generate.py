@@ -14,7 +14,7 @@ from mbolt_mlx.cli.stats_table import Drive, SpeedLaw, law_line, measure_drive
 
 OURS = {
     *("resident", "memory_limit", "side_file", "no_side_file", "policy", "read_threads"),
-    *("direct", "stats", "debug"),
+    *("direct", "revision", "stats", "debug"),
 }
 stock = importlib.import_module("mlx_lm.generate")
 
