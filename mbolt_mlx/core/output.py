@@ -174,7 +174,7 @@ def open_output(
     target = Path(target)
     partial, journal = partial_paths(target)
     lock_fd = _open_locked(journal, target)
-    fd = -1
+    fd, done = -1, {}
     try:
         first = _line(f"{_MAGIC} {size} {stamp}")
         done, end = _read_journal(journal, first, size) if resume else ({}, 0)
@@ -190,6 +190,9 @@ def open_output(
         files.preallocate(fd, size, path=str(target))
         return Output(target, partial, journal, size, fd, lock_fd, done, direct, end)
     except BaseException:
+        if not done:  # nothing was begun that is worth keeping
+            files.unlink(partial)
+            files.unlink(journal)
         if fd >= 0:
             files.close(fd)
         files.close(lock_fd)

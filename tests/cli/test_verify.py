@@ -1,0 +1,56 @@
+import pytest
+
+from mbolt_mlx.cli.main import main
+from mbolt_mlx.storage.manifest import Manifest, manifest_path
+from tests.storage.made import model
+
+
+@pytest.fixture
+def pair(tmp_path):
+    folder, target = model(tmp_path / "m"), tmp_path / "s"
+    assert main(["coalesce", "--model", str(folder), "-o", str(target), "-q"]) == 0
+    return folder, target
+
+
+def arguments(pair, *more):
+    return ["verify", "--model", str(pair[0]), "--side-file", str(pair[1]), *more]
+
+
+def test_good_pair(pair, capsys):
+    assert main(arguments(pair)) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "8 of 8 blocks" in err and "--full compares every byte" in err
+    assert main(arguments(pair, "--full")) == 0
+    assert "all 8 blocks" in capsys.readouterr().err
+
+
+def test_first_difference_and_status_1(pair, capsys):
+    entry = Manifest.read(manifest_path(pair[1])).layers[1]
+    at = int(entry.offsets[2]) + entry.pieces[2].offset + 5
+    raw = bytearray(pair[1].read_bytes())
+    raw[at] ^= 1
+    pair[1].write_bytes(raw)
+    assert main(arguments(pair, "--full")) == 1
+    err = capsys.readouterr().err.strip()
+    assert "\n" not in err and f"byte {at}" in err
+    assert "layer 1, expert 2, down_proj.weight (its byte 5)" in err
+
+
+def test_stale_pair_has_status_1_and_absent_file_2(pair, capsys):
+    manifest_path(pair[1]).write_text("{}")
+    assert main(arguments(pair)) == 1
+    assert "not the manifest" in capsys.readouterr().err
+    pair[1].unlink()
+    assert main(arguments(pair)) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_default_is_the_side_file_in_the_cache(tmp_path, capsys):
+    folder = model(tmp_path / "m")
+    main(["coalesce", "--model", str(folder), "-q"])
+    assert main(["verify", "--model", str(folder), "--full"]) == 0
+
+
+def test_help_says_what_only_full_finds(capsys):
+    assert main(["verify", "--help"]) == 0
+    assert "changed in place" in capsys.readouterr().out
