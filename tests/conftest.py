@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # Set before anything imports huggingface_hub: no test may reach a network.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tests.makers import make_model  # noqa: E402

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -145,22 +146,31 @@ def test_a_reader_that_goes_away_is_no_error():
     assert process.wait() == 141
 
 
-def test_ctrl_c_while_a_model_generates(tiny_model):
+@pytest.mark.parametrize("phase, prompt", [("decode", "hello"), ("prefill", "hello " * 20_000)])
+def test_ctrl_c_in_decode_and_in_prefill(tiny_model, phase, prompt):
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "mbolt_mlx", "generate", "--model", str(tiny_model)),
-            *("--resident", "0.25", "--prompt", "hello", "--max-tokens", "1000000"),
+            *("--resident", "0.25", "--prompt", "-", "--max-tokens", "1000000"),
+            *("--prefill-step-size", "256"),
         ],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
-    process.stdout.read(12)  # "==========" and the first of the text
+    process.stdin.write(prompt.encode())
+    process.stdin.close()
+    process.stdin = None
+    # mlx-lm prints the line when it begins, the first of the text after the prompt.
+    process.stdout.read(len("==========\n") + (phase == "decode"))
+    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.decode().splitlines()[-1] == "mbolt-mlx: interrupted"
     assert b"Traceback" not in err
+    assert phase == "decode" or out == b""
 
 
 # Shared options
