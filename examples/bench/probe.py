@@ -5,6 +5,7 @@
     probe.py law FILE [--threads 4]             direct reads of several sizes: t_op and BW
     probe.py misses MODEL --side-file S [--misses 4]   random experts, layer by layer: s a miss
     probe.py misses MODEL                       the same from the plain shards
+    probe.py cpu FILE --nbytes N                processor time of one bare direct read of N bytes
 
 Reads are past the page cache and at random places, as misses are.
 """
@@ -96,6 +97,19 @@ def law(path: Path, threads: int, seconds: float, seed: int) -> dict[str, Any]:
     }
 
 
+def cpu(path: Path, nbytes: int, seed: int, count: int = 300) -> dict[str, Any]:
+    """Processor seconds of the system call alone, for one direct read of ``nbytes``."""
+    fd = files.open_read(path, direct=True)
+    nbytes = -(-nbytes // PAGE) * PAGE
+    requests = random_reads(fd, path.stat().st_size, nbytes, count, seed)
+    for request in requests[:16]:  # touch the buffers
+        files.pread_into(fd, request.buffers, request.offset)
+    start = time.thread_time()
+    for request in requests:
+        files.pread_into(fd, request.buffers, request.offset)
+    return {"cpu_s_per_read": (time.thread_time() - start) / count, "nbytes": nbytes}
+
+
 def misses(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds, processor seconds and reads a miss, when a layer misses --misses experts at once."""
     from mbolt_mlx.storage import store as stores
@@ -152,7 +166,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=["rate", "law", "misses"])
+    parser.add_argument("kind", choices=["rate", "law", "misses", "cpu"])
     parser.add_argument("path", type=Path)
     parser.add_argument("--side-file", type=Path)
     parser.add_argument("--threads", type=int, default=4)
@@ -160,6 +174,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--bytes", type=int, default=1 << 30)
     parser.add_argument("--repeat", type=int, default=1, help="the median of so many (rate)")
+    parser.add_argument("--nbytes", type=int, default=1 << 20, help="of one read (cpu)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.kind == "rate":
@@ -169,6 +184,8 @@ def main() -> int:
         result = dict(found[0], bytes_per_s=statistics.median(f["bytes_per_s"] for f in found))
     elif args.kind == "law":
         result = law(args.path, args.threads, args.seconds, args.seed)
+    elif args.kind == "cpu":
+        result = cpu(args.path, args.nbytes, args.seed)
     else:
         result = misses(args)
     print(json.dumps(result))

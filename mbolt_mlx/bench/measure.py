@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol
 
 from mbolt_mlx.bench import cold
@@ -160,6 +161,8 @@ def measure(engine: Engine, job: Job) -> dict[str, Any]:
         **summary(phases, len(job.prompt), times),
         "peak_rss_bytes": peak_rss_bytes(),
         **engine.describe(),
+        "model": Path(job.model).name,
+        "tokens_sha256": hashlib.sha256(repr((job.prompt, job.decode)).encode()).hexdigest(),
         "prefill_tokens": len(job.prompt),
         "decode_tokens": len(job.decode),
         "prefill_step_size": job.prefill_step_size,

@@ -99,22 +99,22 @@ def grouped(runs: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry a setting: the spread of every figure over its runs, and whether text agrees.
 
-    ``logits``: "same" as the first setting's in every run, "differ", or None where that is unknown.
+    ``logits``: "same" as the first setting's with the same model, tokens and chunks, in every run,
+    or "differ"; None where that is unknown.
     """
-    groups = grouped(runs)
-    reference = None
+    references: dict[tuple[Any, ...], set[Any]] = {}
     out = []
-    for group in groups:
+    for group in grouped(runs):
         good = [r for r in group if "error" not in r]
-        digests = {r.get("logits_sha256") for r in good}
-        if reference is None and digests - {None}:
-            reference = digests
         entry = {key: (good or group)[0].get(key) for key in KEYS[:4]}
         entry["cold"] = bool(good) and all(r.get("cold") for r in good)
         entry["runs"] = len(group)
         entry["errors"] = len(group) - len(good)
         entry["logits"] = None
-        if digests - {None} and reference:
+        digests = {r.get("logits_sha256") for r in good} - {None}
+        if digests:
+            same_work = tuple(good[0].get(key) for key in _SAME_WORK)
+            reference = references.setdefault(same_work, digests)
             entry["logits"] = "same" if digests == reference and len(digests) == 1 else "differ"
         for key in KEYS[5:]:
             entry[key] = spread(r.get(key) for r in good)
@@ -122,6 +122,7 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
+_SAME_WORK = ("model", "tokens_sha256", "prefill_step_size")
 _COLUMNS = (
     # heading, key, factor, digits, with range
     ("prefill tok/s", "prefill_tps", 1, 1, True),

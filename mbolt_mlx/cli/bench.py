@@ -10,7 +10,7 @@ from typing import Any
 
 from mbolt_mlx.bench import machine, plan, report, tokens
 from mbolt_mlx.bench.measure import Job
-from mbolt_mlx.cli.arguments import MODEL_HELP, read_threads
+from mbolt_mlx.cli.arguments import MODEL_HELP, fraction, read_threads
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.residency import POLICIES
 
@@ -101,12 +101,7 @@ def prepare(args: argparse.Namespace) -> tuple[Path, list[Job]]:
     for name in ("runs", "prefill", "decode", "prefill_step_size"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is at least 1", found=getattr(args, name))
-    try:
-        residents = [float(part) for part in args.resident.split(",")]
-    except ValueError:
-        raise UsageError(
-            "--resident takes fractions such as 0.2,0.5", found=args.resident
-        ) from None
+    residents = [fraction(part) for part in args.resident.split(",")]
     if args.side_file and not Path(args.side_file).is_file():
         raise UsageError("no such side-file", path=args.side_file)
     model = resolve(args.model)
