@@ -126,7 +126,8 @@ def test_neither_rewrite_nor_verify_loads_mlx(folder, tmp_path):
     code = (
         "import sys\n"
         "from mbolt_mlx.cli.main import main\n"
-        f"assert main(['coalesce', '--model', {str(folder)!r}, '-o', {str(tmp_path / 's')!r}]) == 0\n"
+        f"assert main(['coalesce', '--model', {str(folder)!r}, "
+        f"'-o', {str(tmp_path / 's')!r}]) == 0\n"
         f"assert main(['verify', '--model', {str(folder)!r}, "
         f"'--side-file', {str(tmp_path / 's')!r}, '--full']) == 0\n"
         f"assert main(['inspect', {str(folder)!r}]) == 0\n"
