@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 def process_rss() -> int:
     """Resident bytes of this process now."""
     return psutil.Process().memory_info().rss
+
+
+def trim() -> None:
+    """Hand freed memory that the C library still holds back to the system (glibc only)."""
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)
 
 
 def total_memory() -> int:

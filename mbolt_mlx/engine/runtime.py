@@ -40,6 +40,7 @@ class Ceiling:
         over = memory.process_rss() + need - self.limit
         if over > 0:
             mx.clear_cache()
+            memory.trim()
             over = memory.process_rss() + need - self.limit
         return over
 
