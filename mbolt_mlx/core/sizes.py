@@ -39,9 +39,10 @@ def format_size(size: float) -> str:
     """Return ``size`` bytes in decimal units with three digits or so: ``10.6 MB``."""
     if abs(size) < 1000:
         return f"{size:.0f} B" if size == int(size) else f"{size:.1f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
+    units = ["TB", "GB", "MB", "kB"]
+    size /= 1000
+    # 999.95 would be shown as 1000.0 and belongs to the next unit.
+    while abs(size) >= 999.95 and len(units) > 1:
+        units.pop()
         size /= 1000
-        # 999.95 would be shown as 1000.0 and belongs to the next unit.
-        if abs(size) < 999.95:
-            break
-    return f"{size:.2f} {unit}" if abs(size) < 9.995 else f"{size:.1f} {unit}"
+    return f"{size:.2f} {units[-1]}" if abs(size) < 9.995 else f"{size:.1f} {units[-1]}"
