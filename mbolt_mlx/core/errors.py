@@ -85,6 +85,10 @@ class SideFileError(MboltError):
     """A side-file or its manifest is damaged, or belongs to another source."""
 
 
+class TraceError(MboltError):
+    """A routing trace or profile is damaged, empty, or of another model."""
+
+
 class ReadError(MboltError):
     """The drive did not deliver the bytes."""
 

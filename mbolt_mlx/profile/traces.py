@@ -1,0 +1,212 @@
+"""Routing traces: which experts each layer chose, pass by pass, whatever file they came from."""
+
+from __future__ import annotations
+
+import lzma
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mbolt_mlx.core import files
+from mbolt_mlx.core.errors import TraceError
+
+PREFILL, DECODE = "prefill", "decode"
+PHASES = (PREFILL, DECODE)
+_SIZE_MAX = 8 << 30
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """A layer of the traced model.
+
+    ``expert_bytes`` and ``pieces`` (places that one expert's bytes lie in) are None where the
+    trace does not say.
+    """
+
+    experts: int
+    top_k: int
+    expert_bytes: int | None = None
+    pieces: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One forward pass.
+
+    Args:
+        phase: "prefill" or "decode".
+        chosen: layer → expert ids ``[tokens, top_k]``, first token first, in the router's order.
+            A last layer may have fewer rows than the others: only those of the output.
+        session: conversation that it belongs to, counted from 0.
+    """
+
+    phase: str
+    chosen: Mapping[int, np.ndarray]
+    session: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pass."""
+        return max((len(ids) for ids in self.chosen.values()), default=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A whole trace.
+
+    Args:
+        passes: in the order in which they ran.
+        layers: layer number → what is known of it; layers without experts are absent.
+        model: name of the traced model, or "".
+        notes: sentences for the user about what was left out.
+    """
+
+    passes: tuple[Pass, ...]
+    layers: dict[int, LayerInfo]
+    model: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    def tokens(self, phase: str | None = None) -> int:
+        """Tokens of ``phase``, or of both."""
+        return sum(p.tokens for p in self.passes if phase in (None, p.phase))
+
+    @property
+    def sessions(self) -> int:
+        """Number of conversations."""
+        return len({p.session for p in self.passes})
+
+    def rows(self, layer: int, phase: str | None = None) -> np.ndarray:
+        """All choices of ``layer``, ``[tokens, top_k]``, in order.
+
+        Passes whose rows are wider or narrower than the layer's top_k are left out.
+        """
+        width = self.layers[layer].top_k
+        parts = [
+            ids
+            for p in self.passes
+            if phase in (None, p.phase)
+            and (ids := p.chosen.get(layer)) is not None
+            and ids.shape[1] == width
+        ]
+        return np.concatenate(parts) if parts else np.zeros((0, width), np.int32)
+
+    def check_model(self, experts: Mapping[int, int], path: str | Path | None = None) -> None:
+        """Refuse when the trace is not of a model with these layers.
+
+        Args:
+            experts: layer number → experts, of the model.
+            path: of the trace, for the error.
+
+        Raises:
+            TraceError: naming the first layer that differs.
+        """
+        for layer, info in self.layers.items():
+            if layer not in experts:
+                raise TraceError(
+                    f"the trace is of another model: it has a layer {layer} with experts, the "
+                    "model has none there",
+                    path=path,
+                )
+            if info.experts != experts[layer]:
+                raise TraceError(
+                    f"the trace is of another model: layer {layer} has another number of experts",
+                    path=path,
+                    expected=experts[layer],
+                    found=info.experts,
+                )
+
+    def part(self, passes: Iterable[Pass]) -> Trace:
+        """The same trace with only ``passes``."""
+        return Trace(tuple(passes), self.layers, self.model, self.notes)
+
+
+def make_trace(
+    passes: Iterable[Pass],
+    layers: Mapping[int, LayerInfo],
+    *,
+    model: str = "",
+    notes: Iterable[str] = (),
+    path: str | Path | None = None,
+) -> Trace:
+    """Check ``passes`` against ``layers`` and make a trace of them.
+
+    Warm-up passes (every expert chosen, in a trace that otherwise chooses fewer) are left out.
+
+    Raises:
+        TraceError: when there is no pass, or an expert id is out of range.
+    """
+    kept, warm_up = [], 0
+    for p in passes:
+        if not p.chosen or not p.tokens:
+            continue
+        if any(
+            ids.shape[1] >= layers[layer].experts > layers[layer].top_k
+            for layer, ids in p.chosen.items()
+        ):
+            warm_up += 1
+            continue
+        for layer, ids in p.chosen.items():
+            if ids.size and (ids.min() < 0 or ids.max() >= layers[layer].experts):
+                raise TraceError(
+                    f"layer {layer} chose an expert that it does not have",
+                    path=path,
+                    expected=f"0 to {layers[layer].experts - 1}",
+                    found=int(ids.max() if ids.max() >= layers[layer].experts else ids.min()),
+                )
+        kept.append(p)
+    if not kept:
+        raise TraceError("the trace holds no complete pass", path=path)
+    notes = [*notes]
+    if warm_up:
+        notes.append(f"{warm_up} warm-up passes that chose every expert were left out")
+    return Trace(tuple(kept), dict(sorted(layers.items())), model, tuple(notes))
+
+
+def read_trace(path: str | Path, *, experts: int | None = None, decode_tokens: int = 1) -> Trace:
+    """Read a trace of any format that is known, told apart by how it begins.
+
+    Args:
+        path: our own format, MBLT v1 of the patched llama.cpp, or route CSV; the latter two may
+            be packed with gzip or xz.
+        experts: experts a layer; needed for nothing that states it.
+        decode_tokens: sequences decoded at a time. MBLT names no phase, so a pass of at most so
+            many tokens counts as decoding, and a longer one as prefill.
+
+    Raises:
+        TraceError: when the file is none of these, damaged or empty.
+        ReadError: when it cannot be read.
+    """
+    from mbolt_mlx.profile import mblt, route_csv, trace_file
+
+    data = _unpacked(files.read_whole(path, limit=_SIZE_MAX), path)
+    if not data:
+        raise TraceError("the trace is empty", path=path)
+    if trace_file.is_ours(data):
+        return trace_file.decode(data, path)
+    if mblt.is_mblt(data):
+        return mblt.decode(data, path, decode_tokens=decode_tokens)
+    if route_csv.is_route_csv(data):
+        return route_csv.decode(data, path, experts=experts)
+    raise TraceError(
+        "not a routing trace",
+        path=path,
+        hint="known are the files of --trace, MBLT v1 of the patched llama.cpp, and route CSV",
+    )
+
+
+def _unpacked(data: bytes, path: str | Path) -> bytes:
+    """``data`` without gzip or xz around it."""
+    if data.startswith(b"\x1f\x8b"):
+        unpack = zlib.decompressobj(wbits=31).decompress
+    elif data.startswith(b"\xfd7zXZ\x00"):
+        unpack = lzma.LZMADecompressor().decompress
+    else:
+        return data
+    try:
+        unpacked = unpack(data, _SIZE_MAX)
+    except (zlib.error, lzma.LZMAError) as error:
+        raise TraceError(f"the file cannot be unpacked: {error}", path=path) from error
+    return unpacked
