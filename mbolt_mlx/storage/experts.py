@@ -39,11 +39,13 @@ _SINGLE = re.compile(
     r"\.(?P<part>weight|scales|biases|bias|global_scale)$"
 )
 _COMPUTED = re.compile(
-    r"(?:^|\.)experts\.(?:\d+\.)?(?:gate_up_proj|down_proj|gate_proj|up_proj|w1|w2|w3|mlp\.)"
+    r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.(?:\d+\.)?"
+    r"(?:gate_up_proj|down_proj|gate_proj|up_proj|w1|w2|w3|fc1|fc2|mlp\.)"
     r"|\.block_sparse_moe\.(?:input|output)_linear\."
-    r"|(?:^|\.)switch_mlp\.gate_up_proj"
     r"|\.moe\.(?:gate|up|down)_proj\."
 )
+# What MLX's kernels take as a weight; anything else is converted at load.
+_WEIGHT_DTYPES = frozenset({"F32", "F16", "BF16", "U32"})
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 # mlx-lm stacks these under the raw name instead of `switch_mlp`.
 _STACK_IN_PLACE = frozenset({"Klear", "afmoe", "dots1"})
@@ -98,6 +100,8 @@ def find_experts(checkpoint: Checkpoint) -> tuple[ExpertLayer, ...]:
     for tensor in checkpoint.tensors.values():
         key = _place(tensor.name, checkpoint.config)
         if key is None:
+            if _COMPUTED.search(tensor.name) and not _is_extra(tensor.name, last):
+                raise _computed(checkpoint, tensor)
             continue
         module, projection, part, expert = key
         number = _layer_of(module, checkpoint, tensor)
@@ -153,8 +157,7 @@ def _place(name: str, config: dict[str, Any]) -> tuple[str, str, str, int | None
 
 def _layer_of(module: str, checkpoint: Checkpoint, tensor: Tensor) -> int | None:
     """The layer's number; None for extra prediction heads."""
-    parts = module.split(".")
-    if any(part == "mtp" or part.startswith("mtp_") for part in parts):
+    if _is_extra(module, None):
         return None
     match = _LAYER.search(module)
     if match is None:
@@ -221,6 +224,15 @@ def _count(
     return max(max(e) for e in pieces.values() if not isinstance(e, Tensor)) + 1
 
 
+def _check_dtype(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
+    if name.endswith(".weight") and tensor.dtype not in _WEIGHT_DTYPES:
+        raise _computed(checkpoint, tensor)
+    if tensor.dtype not in DTYPE_BYTES:
+        raise _wrong(checkpoint, tensor, f"experts of dtype {tensor.dtype} are not supported")
+    if not tensor.nbytes:
+        raise _wrong(checkpoint, tensor, "an expert piece of no bytes", found=list(tensor.shape))
+
+
 def _stacked(checkpoint: Checkpoint, module: str, name: str, tensor: Tensor, experts: int) -> Piece:
     if not tensor.shape or tensor.shape[0] != experts:
         raise _wrong(
@@ -230,10 +242,7 @@ def _stacked(checkpoint: Checkpoint, module: str, name: str, tensor: Tensor, exp
     rank = len(tensor.shape)
     if name.endswith(".weight") and rank != 3:
         raise _wrong(checkpoint, tensor, "a stacked expert weight has three dimensions", found=rank)
-    if tensor.dtype not in DTYPE_BYTES:
-        raise _wrong(checkpoint, tensor, f"experts of dtype {tensor.dtype} are not supported")
-    if not tensor.nbytes:
-        raise _wrong(checkpoint, tensor, "an expert piece of no bytes", found=list(tensor.shape))
+    _check_dtype(checkpoint, name, tensor)
     return Piece(name, tensor.dtype, tensor.shape[1:], tensor.nbytes // experts)
 
 
@@ -251,14 +260,11 @@ def _single(
                 expected=f"{first.dtype} {list(first.shape)}",
                 found=f"{tensor.dtype} {list(tensor.shape)}",
             )  # fmt: skip
-    if first.dtype not in DTYPE_BYTES:
-        raise _wrong(checkpoint, first, f"experts of dtype {first.dtype} are not supported")
     if name.endswith(".weight") and len(first.shape) != 2:
         raise _wrong(
             checkpoint, first, "an expert's weight has two dimensions", found=list(first.shape)
         )
-    if not first.nbytes:
-        raise _wrong(checkpoint, first, "an expert piece of no bytes", found=list(first.shape))
+    _check_dtype(checkpoint, name, first)
     return Piece(name, first.dtype, first.shape, first.nbytes)
 
 
@@ -276,15 +282,23 @@ def _check_config(checkpoint: Checkpoint, module: str, experts: int, tensor: Ten
         )  # fmt: skip
 
 
+def _is_extra(name: str, last: int | None) -> bool:
+    """Whether ``name`` belongs to an extra prediction head, which mlx-lm drops."""
+    match = _LAYER.search(name)
+    late = match is not None and last is not None and int(match[1]) >= last
+    return late or any(part == "mtp" or part.startswith("mtp_") for part in name.split("."))
+
+
+def _computed(checkpoint: Checkpoint, tensor: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        "experts in a layout whose bytes mlx-lm computes at load, so they cannot be read as they "
+        "lie",
+        path=checkpoint.shards[tensor.shard].path, tensor=tensor.name, found=tensor.dtype,
+        hint="convert the model with mlx_lm.convert first",
+    )  # fmt: skip
+
+
 def _no_experts(checkpoint: Checkpoint) -> UnsupportedError:
-    for tensor in checkpoint.tensors.values():
-        if _COMPUTED.search(tensor.name) and "shared_expert" not in tensor.name:
-            return UnsupportedError(
-                "experts in a layout whose bytes mlx-lm computes at load, so they cannot be read "
-                "as they lie",
-                path=checkpoint.shards[tensor.shard].path, tensor=tensor.name,
-                hint="convert the model with mlx_lm.convert first",
-            )  # fmt: skip
     return UnsupportedError(
         "no experts found: the model is dense, or its experts are in a layout that is not "
         "recognised",

@@ -22,17 +22,6 @@ def made(tmp_path, tensors, **config):
     return folder
 
 
-def pieces_of(layers, shard_path, tensor_bytes):
-    """Bytes of each piece of each expert, read where the layers say."""
-    raw = shard_path.read_bytes()
-    return {
-        (y.layer, p.name, e): raw[y.offsets[i, e] : y.offsets[i, e] + p.nbytes]
-        for y in layers
-        for i, p in enumerate(y.pieces)
-        for e in range(y.experts)
-    }
-
-
 def test_stacked(tmp_path):
     layers = found(made(tmp_path, expert_tensors(experts=4)))
     assert [y.layer for y in layers] == [0, 1]
@@ -205,6 +194,28 @@ def test_dense_model_is_named_as_such(tmp_path):
 )
 def test_layouts_that_are_computed_at_load_are_named(tmp_path, name):
     wrong(made(tmp_path, {name: ("F32", [4, 8, 8])}), name, "convert", error=UnsupportedError)
+
+
+@pytest.mark.parametrize("part", ["weight_scale_inv", "weight_scale", "weight_scale_2", "g_idx"])
+def test_scales_that_mlx_lm_folds_in_at_load_are_named(tmp_path, part):
+    """Raw fp8 and nvfp4: the weights alone would be read as if they were final."""
+    name = f"model.layers.1.mlp.experts.2.up_proj.{part}"
+    tensors = expert_tensors(single=True) | {name: ("F32", [1])}
+    wrong(made(tmp_path, tensors), name, "convert", error=UnsupportedError)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_weights_of_a_dtype_that_is_converted_at_load(tmp_path, single):
+    tensors = {n: ("U8", t[1]) for n, t in expert_tensors(single=single).items()}
+    wrong(made(tmp_path, tensors), "convert", "found U8", error=UnsupportedError)
+
+
+def test_prediction_heads_in_a_raw_layout_do_not_matter(tmp_path):
+    tensors = expert_tensors() | {
+        "model.layers.2.mlp.experts.0.up_proj.weight_scale_inv": ("F32", [1]),
+        "mtp.layers.0.mlp.experts.gate_up_proj": ("F32", [4, 4, 4]),
+    }
+    assert len(found(made(tmp_path, tensors, num_hidden_layers=2))) == 2
 
 
 def test_missing_projection(tmp_path):
