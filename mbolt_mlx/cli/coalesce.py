@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             verify=not args.no_verify,
             force=args.force,
             name=_name(args.model),
-            revision=getattr(args, "revision", None),
+            revision=_revision(args, folder),
             before=before,
         )
     except KeyboardInterrupt:
@@ -106,6 +106,13 @@ def _name(model: str) -> str:
     """What the manifest calls the model: of a folder only its name, as paths are private."""
     path = Path(model).expanduser()
     return path.resolve().name if path.exists() else model
+
+
+def _revision(args: argparse.Namespace, folder: Path) -> str | None:
+    """The commit of a hub snapshot, which its folder is named by; else what the user said."""
+    if folder.parent.name == "snapshots":
+        return folder.name
+    return getattr(args, "revision", None)
 
 
 def _ask(size: int) -> None:
