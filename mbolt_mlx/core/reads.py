@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from queue import SimpleQueue
 
@@ -118,16 +119,27 @@ class Batch:
         #: requests that each tag still waits for; empty where every tag has one
         self.parts: dict[int, int] = {}
         self._done: SimpleQueue[Request] = SimpleQueue()
+        self._running: set[Request] = set()
+        self._cancelled = False
+
+    def begins(self, request: Request) -> bool:
+        """Called by a reading thread; False where nobody wants the bytes any more."""
+        self._running.add(request)
+        if self._cancelled:
+            self._running.discard(request)
+            return False
+        return True
 
     def finished(self, request: Request) -> None:
         """Called by a reading thread."""
+        self._running.discard(request)
         self._done.put(request)
 
     def take(self, at_least: int = 1) -> list[Request]:
         """Wait for ``at_least`` more requests, and return all that have finished since.
 
         Raises:
-            ReadError: what a failed request raised, once every other one has ended.
+            ReadError: what a failed request raised, once no other one is under way.
         """
         done: list[Request] = []
         while self.left and (len(done) < at_least or not self._done.empty()):
@@ -140,10 +152,14 @@ class Batch:
         return done
 
     def drain(self) -> None:
-        """Wait until no thread writes for this batch any more, whatever happened to it."""
-        while self.left:
-            self._done.get()
-            self.left -= 1
+        """Give up what has not begun, and wait until no thread writes for this batch any more.
+
+        Counts nothing that an interrupt at any moment could have left wrong.
+        """
+        self._cancelled = True
+        while self._running:
+            time.sleep(0.0005)
+        self.left = 0
 
 
 class Reader:
@@ -196,6 +212,8 @@ def _work(queue: SimpleQueue[tuple[Request, Batch] | None], paths: Mapping[int, 
     bounce: memoryview | None = None
     while (work := queue.get()) is not None:
         request, batch = work
+        if not batch.begins(request):
+            continue
         try:
             if request.bounce:
                 if bounce is None:

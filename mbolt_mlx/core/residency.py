@@ -25,14 +25,26 @@ class Policy(Protocol):
 
     name: str
 
+    def expect(self, tokens: np.ndarray) -> None:
+        """A forward begins with these choices: expert ids ``[tokens, top_k]``, first token first.
+
+        Called before ``victims`` is, for policies whose order depends on the current choices.
+        """
+
     def use(self, tokens: np.ndarray) -> None:
-        """Note one forward's choices: expert ids ``[tokens, top_k]``, first token first."""
+        """The forward with these choices has ended."""
+
+    def renew(self) -> None:
+        """Another conversation begins; who is resident stays."""
+
+    def worth(self) -> np.ndarray:
+        """How much each expert is wanted, ``[experts]``, comparable between layers of a model."""
 
     def admit(self, expert: int) -> None:
         """``expert`` has become resident."""
 
     def drop(self, expert: int) -> None:
-        """``expert`` is no longer resident."""
+        """``expert`` is not resident, or no longer."""
 
     def victims(self, count: int, keep: Collection[int]) -> list[int]:
         """Up to ``count`` residents to give up, the least wanted first, none of ``keep``."""
@@ -45,6 +57,18 @@ class LRU:
 
     def __init__(self, experts: int) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
+        self._last_use = np.zeros(experts)
+        self._time = 0
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """Nothing: the order is that of the forwards that have ended."""
+
+    def renew(self) -> None:
+        """Nothing: what was used last stays so."""
+
+    def worth(self) -> np.ndarray:
+        """The number of the token that used each expert last; 0 where none did."""
+        return self._last_use.copy()
 
     def use(self, tokens: np.ndarray) -> None:
         if len(tokens) == 1:
@@ -62,7 +86,7 @@ class LRU:
         self._order[expert] = None
 
     def drop(self, expert: int) -> None:
-        del self._order[expert]
+        self._order.pop(expert, None)
 
     def victims(self, count: int, keep: Collection[int]) -> list[int]:
         chosen: list[int] = []
@@ -210,6 +234,14 @@ class ResidentSet:
         self.holder[slot] = ABSENT
         self._free.append(slot)
         self.policy.drop(expert)
+
+    def clear(self, slots: int) -> None:
+        """Hold nothing, in ``slots`` slots, whatever an interrupted change has left."""
+        for expert in range(len(self.slot_of)):
+            self.policy.drop(expert)
+            self.slot_of[expert] = ABSENT
+        self.holder = [ABSENT] * slots
+        self._free = list(range(slots - 1, -1, -1))
 
     def shrink(self, slots: int) -> list[tuple[int, int]]:
         """Reduce to ``slots`` slots, giving up the least wanted.
