@@ -262,6 +262,19 @@ def test_shrink_of_a_set_that_is_not_full_gives_up_no_one():
     check(table, 10, 2)
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_clear_repairs_what_an_interrupt_has_left(name):
+    table = ResidentSet(10, 6, make_policy(name, 10))
+    table.place_all([1, 2, 3, 4, 5, 6], keep=())
+    table.slot_of[2] = ABSENT
+    table._free.append(3)
+    table.policy.drop(5)
+    table.clear(4)
+    check(table, 10, 4)
+    assert table.place_all([2, 7, 8, 9], keep=()) == [0, 1, 2, 3]
+    check(table, 10, 4)
+
+
 def test_prompt_worth_is_the_plain_formula():
     rng = np.random.default_rng(0)
     tokens = choices(rng, 200, 30, 4)
