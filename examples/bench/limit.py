@@ -2,7 +2,7 @@
 """How close decoding is to what the machine allows.
 
     python examples/bench/limit.py --model MODELS/f32 --read-mbps 400
-    python examples/bench/limit.py --from examples/bench/results/compare-….json
+    python examples/bench/limit.py --model MODELS/f32 --from examples/bench/results/compare-….json
 
     (stock compute time a token + missed bytes a token ÷ the drive's rate) ÷ measured time a token
 
@@ -14,7 +14,6 @@ of compare.py with --with-stock.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,13 @@ def ratios(data: dict[str, Any]) -> dict[str, Any]:
 def source(parser: Any) -> tuple[Any, dict[str, Any]]:
     """The arguments, and the document: that of --from, or a fresh run of ours and stock."""
     parser.add_argument("--from", dest="source", type=Path, help="JSON of compare.py")
-    if any(a == "--from" or a.startswith("--from=") for a in sys.argv[1:]):
-        sys.argv += ["--model", "."]
-        args = parser.parse_args()
-        return args, json.loads(args.source.read_text())
     args = parser.parse_args()
-    return args, compare(args, ["mbolt", "mlx-lm"], 0)
+    if args.source is None:
+        return args, compare(args, ["mbolt", "mlx-lm"], 0)
+    data = json.loads(args.source.read_text())
+    first = common.good(data["runs"], "mbolt")[0]
+    args.prefill, args.decode = first["prefill_tokens"], first["decode_tokens"]
+    return args, data
 
 
 def main() -> int:

@@ -50,13 +50,7 @@ class NeedEngine(worker.StockEngine):
 def main() -> int:
     if sys.argv[1:] == [WORKER]:
         return worker.serve({"mlx-lm-needed": NeedEngine})
-    parser = common.parser_of(__doc__, decode=1)
-    model = common.Path(sys.argv[sys.argv.index("--model") + 1]) if "--model" in sys.argv else None
-    args, data = source(parser)
-    if args.source:
-        args.model = model or args.model
-        args.prefill = common.good(data["runs"], "mbolt")[0]["prefill_tokens"]
-        args.decode = common.good(data["runs"], "mbolt")[0]["decode_tokens"]
+    args, data = source(common.parser_of(__doc__, decode=1))
     counting = common.replace(common.stock(common.job_of(args)), engine="mlx-lm-needed")
     need = plan.run_job(counting, command=(sys.executable, str(Path(__file__)), WORKER))
     if "error" in need:

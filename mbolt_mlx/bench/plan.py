@@ -110,17 +110,19 @@ def run_all(
     settings: Sequence[Job],
     runs: int,
     *,
-    run: Callable[[Job], dict[str, Any]] = run_job,
-    done: Callable[[list[dict[str, Any]]], None] = lambda results: None,
+    run: Callable[[Job], dict[str, Any]] | None = None,
+    done: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run every setting ``runs`` times in alternating order. ``done`` sees all results after each.
+    """Run every setting ``runs`` times in alternating order, with ``run`` or ``run_job``.
 
+    ``done`` sees all results after each run.
     Each result gets ``round``, ``setting`` (its place in ``settings``) and ``order`` (when it ran).
     """
     results: list[dict[str, Any]] = []
     for order, (round_, place, job) in enumerate(alternating(settings, runs)):
-        result = run(job)
+        result = (run or run_job)(job)
         result.update(round=round_, setting=place, order=order)
         results.append(result)
-        done(results)
+        if done is not None:
+            done(results)
     return results
