@@ -76,11 +76,11 @@ class Junk:
 JUNK = Junk()
 
 
-def merge(requests: Iterable[Request]) -> list[Request]:
+def merge(requests: Iterable[Request], max_gap: int = MERGE_GAP) -> list[Request]:
     """Join requests for neighbouring ranges of a file into one call each.
 
-    Ranges at most `MERGE_GAP` apart are joined, up to `MERGE_MAX` bytes and the system's number
-    of buffers; the bytes between go to a buffer that nobody reads.
+    Ranges at most ``max_gap`` bytes apart are joined, up to `MERGE_MAX` bytes and the system's
+    number of buffers; the bytes between go to a buffer that nobody reads.
     """
     merged: list[Request] = []
     for request in sorted(requests, key=_position):
@@ -89,7 +89,7 @@ def merge(requests: Iterable[Request]) -> list[Request]:
             gap = request.offset - last.offset - last.nbytes
             if (
                 request.fd == last.fd
-                and 0 <= gap <= MERGE_GAP
+                and 0 <= gap <= max_gap
                 and last.nbytes + gap + request.nbytes <= MERGE_MAX
                 and len(last.buffers) + len(request.buffers) + 1 <= files.IOV_MAX
             ):

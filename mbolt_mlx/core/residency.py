@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.core.markov import Markov
 
 ABSENT = -1
 # Power of two up to which the weight of a use may grow.
@@ -37,9 +38,6 @@ class Policy(Protocol):
     def renew(self) -> None:
         """Another conversation begins; who is resident stays."""
 
-    def worth(self) -> np.ndarray:
-        """How much each expert is wanted, ``[experts]``, comparable between layers of a model."""
-
     def admit(self, expert: int) -> None:
         """``expert`` has become resident."""
 
@@ -57,18 +55,12 @@ class LRU:
 
     def __init__(self, experts: int) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
-        self._last_use = np.zeros(experts)
-        self._time = 0
 
     def expect(self, tokens: np.ndarray) -> None:
         """Nothing: the order is that of the forwards that have ended."""
 
     def renew(self) -> None:
         """Nothing: what was used last stays so."""
-
-    def worth(self) -> np.ndarray:
-        """The number of the token that used each expert last; 0 where none did."""
-        return self._last_use.copy()
 
     def use(self, tokens: np.ndarray) -> None:
         if len(tokens) == 1:
@@ -113,6 +105,18 @@ class DecayedCount:
         self._count = np.zeros(experts)
         self._away = np.full(experts, np.inf)
 
+    def expect(self, tokens: np.ndarray) -> None:
+        """Nothing: the current experts are kept anyway, and all others fade alike."""
+
+    def renew(self) -> None:
+        """Counts start again, because the next conversation may be about something else."""
+        self._count[:] = 0.0
+        self._weight = 1.0
+
+    def worth(self) -> np.ndarray:
+        """The count of each expert as of the last token, comparable between layers."""
+        return self._count / self._weight
+
     def use(self, tokens: np.ndarray) -> None:
         if len(tokens) == 1:
             self._weight *= self._growth
@@ -147,7 +151,11 @@ class DecayedCount:
         return [int(e) for e in order if score[e] < np.inf]
 
 
-POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU, "decayed": DecayedCount}
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "lru": LRU,
+    "decayed": DecayedCount,
+    "markov": Markov,
+}
 DEFAULT_POLICY = "decayed"
 
 

@@ -1,0 +1,111 @@
+"""The decayed count with its Markov term, against the formula taken literally."""
+
+import numpy as np
+import pytest
+
+from mbolt_mlx.core.markov import Markov
+
+
+class Literal:
+    """The formula, token by token, without a thought for speed."""
+
+    def __init__(self, experts, half_life=12.0, row_half_life=64.0):
+        self.fast, self.slow = np.zeros(experts), np.zeros(experts)
+        self.pairs, self.visits = np.zeros((experts, experts)), np.zeros(experts)
+        self.d, self.r = 0.5 ** (1 / half_life), 0.5 ** (1 / row_half_life)
+        self.before = None
+
+    def token(self, chosen):
+        self.fast *= 0.5
+        self.slow *= self.d
+        for e in chosen:
+            self.fast[e] += 0.5
+            self.slow[e] += 1 - self.d
+        for p in self.before if self.before is not None else ():
+            self.pairs[p] *= self.r
+            self.visits[p] = self.visits[p] * self.r + 1
+            for e in chosen:
+                self.pairs[p, e] += 1
+        self.before = list(chosen)
+
+    def score(self):
+        m = np.zeros_like(self.slow)
+        for i in self.before:
+            m += (self.pairs[i] + 2 * self.slow) / (self.visits[i] + 2)
+        return 0.2 * self.fast + 0.8 * self.slow + m / len(self.before)
+
+
+def rows(count, experts=16, k=4, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.permutation(experts)[:k] for _ in range(count)])
+
+
+def test_one_token_at_a_time_is_the_formula():
+    policy, literal = Markov(16), Literal(16)
+    for row in rows(300):
+        policy.expect(row[None])
+        literal.token(row)
+        np.testing.assert_allclose(policy.worth(), literal.score(), atol=1e-4)
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 7, 100])
+def test_a_prompt_at_once_counts_as_its_tokens_one_by_one(prompt):
+    policy, literal = Markov(16), Literal(16)
+    for number, part in enumerate((rows(5), rows(prompt, seed=1), rows(3, seed=2))):
+        if number == 1:
+            policy.expect(part)
+        else:
+            for row in part:
+                policy.expect(row[None])
+        for row in part:
+            literal.token(row)
+    np.testing.assert_allclose(policy.worth(), literal.score(), atol=1e-4)
+    np.testing.assert_allclose(policy._pairs, literal.pairs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_long_prompt_ends_with_nearly_the_same_pairs():
+    policy, literal = Markov(16), Literal(16)
+    prompt = rows(3000)
+    policy.expect(prompt)
+    for row in prompt:
+        literal.token(row)
+    np.testing.assert_allclose(policy.worth(), literal.score(), atol=0.05)
+
+
+def test_victims_are_residents_of_the_lowest_score_and_never_kept_ones():
+    policy, literal = Markov(16), Literal(16)
+    residents = set(range(10))
+    for e in residents:
+        policy.admit(e)
+    for row in rows(50):
+        policy.expect(row[None])
+        literal.token(row)
+        keep = set(row.tolist())
+        order = sorted(residents - keep, key=lambda e: literal.score()[e])
+        assert set(policy.victims(3, keep)) == set(order[:3])
+        assert policy.victims(1, keep) == order[:1]
+        assert len(policy.victims(99, keep)) == len(residents - keep)
+    policy.drop(3)
+    assert 3 not in policy.victims(99, ())
+
+
+def test_equal_scores_go_by_last_use():
+    policy = Markov(8, half_life=1e-3)
+    for e in (5, 2, 7):
+        policy.admit(e)
+        policy.expect(np.array([[e]]))
+    policy._pairs[:] = 0
+    assert policy.victims(2, {7}) == [5, 2]
+
+
+def test_a_new_conversation_forgets_how_often_but_not_who_follows_whom():
+    policy = Markov(8)
+    for _ in range(20):
+        for e in (1, 2):
+            policy.expect(np.array([[e]]))
+    pairs = policy._pairs.copy()
+    policy.renew()
+    assert policy.worth()[[1, 2]].max() < 1e-9
+    assert np.array_equal(policy._pairs, pairs)
+    policy.expect(np.array([[1]]))
+    assert policy.worth().argmax() == 2
