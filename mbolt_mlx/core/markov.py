@@ -37,17 +37,22 @@ class Markov:
         self._last_use = np.zeros(experts)
         self._time = 0
         self._now: np.ndarray | None = None
+        self._counted: np.ndarray | None = None
         self._away = np.full(experts, np.inf)
 
     def expect(self, tokens: np.ndarray) -> None:
         """Count the choices ``[tokens, top_k]`` of the forward that begins."""
+        self._counted = tokens
         if len(tokens) == 1:
             self._count_one(tokens[0])
         elif len(tokens):
             self._count_many(tokens)
 
     def use(self, tokens: np.ndarray) -> None:
-        """Nothing more to do: ``expect`` has counted them."""
+        """Count the choices of a forward that has ended, unless ``expect`` has."""
+        if tokens is not self._counted:
+            self.expect(tokens)
+        self._counted = None
 
     def renew(self) -> None:
         """Another conversation begins: who follows whom stays, how often does not."""

@@ -109,3 +109,13 @@ def test_a_new_conversation_forgets_how_often_but_not_who_follows_whom():
     assert np.array_equal(policy._pairs, pairs)
     policy.expect(np.array([[1]]))
     assert policy.worth().argmax() == 2
+
+
+def test_a_token_counts_once_whether_it_was_expected_or_not():
+    expected, surprised = Markov(16), Markov(16)
+    for row in rows(20):
+        tokens = row[None]
+        expected.expect(tokens)
+        expected.use(tokens)
+        surprised.use(tokens)
+    np.testing.assert_array_equal(expected.worth(), surprised.worth())
