@@ -7,14 +7,13 @@ F_PREALLOCATE) is written from documentation and has not been run on a Mac.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import struct
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from mbolt_mlx.core import macos
 from mbolt_mlx.core.errors import OutputError, ReadError
 
 MACOS = sys.platform == "darwin"
@@ -22,7 +21,6 @@ IOV_MAX = 1024
 # One read of more than INT_MAX bytes, summed over its buffers, fails on macOS.
 READ_MAX = 1 << 30
 DIRECT_ALIGN = 512
-_F_PREALLOCATE, _F_PEOFPOSMODE, _F_ALLOCATEALL = 42, 3, 4
 _RETRIES = 3
 _TRANSIENT = frozenset({errno.EIO, errno.EAGAIN, errno.ETIMEDOUT})
 
@@ -241,9 +239,7 @@ def raise_thread_priority() -> None:
     throttled.
     """
     if MACOS:
-        import ctypes
-
-        ctypes.CDLL(None).pthread_set_qos_class_self_np(0x19, 0)
+        macos.prefer_fast_cores()
 
 
 def make_alias(fd: int, number: int) -> None:
@@ -319,12 +315,10 @@ def preallocate(fd: int, size: int, *, path: str | None = None) -> None:
     """
     try:
         if MACOS:
-            import fcntl
-
-            # struct fstore: flags, position mode, offset, length, bytes allocated.
-            request = struct.pack("Iiqqq", _F_ALLOCATEALL, _F_PEOFPOSMODE, 0, size, 0)
+            more = size - os.fstat(fd).st_size
             try:
-                fcntl.fcntl(fd, _F_PREALLOCATE, request)
+                if more > 0:
+                    macos.reserve(fd, more)
             except OSError as error:
                 if is_full(error):
                     raise
@@ -445,29 +439,4 @@ def drop_cached(fd: int, offset: int = 0, size: int = 0) -> None:
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
     else:
-        _invalidate(fd)
-
-
-def _invalidate(fd: int) -> None:
-    import ctypes
-
-    size = os.fstat(fd).st_size
-    if not size:
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int64,
-    ]
-    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
-        return
-    libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.msync(address, size, 2)  # MS_INVALIDATE on macOS
-    libc.munmap(address, size)
+        macos.drop_cached(fd)
