@@ -30,15 +30,18 @@ class Fetcher:
         self._reader = reads.Reader(threads, self._paths)
         # The model has no end of its own: its files are closed when it is no longer used.
         self.close = weakref.finalize(self, _close, self._reader, self._fds)
-        try:
-            for path in store.files:
-                self._fds.append(files.open_read(path, direct=direct))
-                self._paths[self._fds[-1]] = str(path)
-                if not direct:
-                    files.advise_random(self._fds[-1])
-        except BaseException:
-            self.close()
-            raise
+
+    def open(self) -> None:
+        """Open the files. MLX holds its own until the dense weights are in memory, so after that.
+
+        Raises:
+            ReadError: naming the file that cannot be opened.
+        """
+        for path in self.store.files:
+            self._fds.append(files.open_read(path, direct=self.direct))
+            self._paths[self._fds[-1]] = str(path)
+            if not self.direct:
+                files.advise_random(self._fds[-1])
 
     @property
     def threads(self) -> int:

@@ -123,6 +123,7 @@ def load(
         layers_at_work = install(places, slots, fetcher, policy)
         if not lazy:
             evaluate(model)
+        fetcher.open()
         _fill([layer for _, layer, _ in layers_at_work])
     except BaseException:
         fetcher.close()

@@ -146,7 +146,9 @@ def one_layer(path, slots: int, policy: str = "lru", direct: bool = False):
     twin = mlx_lm.load(str(path), lazy=True)[0].model.layers[0].mlp.switch_mlp
     memory = LayerSlots(store.layers[0], slots)
     resident = ResidentSet(store.layers[0].experts, slots, make_policy(policy, E))
-    layer = OffloadedLayer(memory, resident, Fetcher(store, threads=2, direct=direct))
+    fetcher = Fetcher(store, threads=2, direct=direct)
+    fetcher.open()
+    layer = OffloadedLayer(memory, resident, fetcher)
     for name, array in memory.arrays.items():
         part, attribute = name.split(".")
         setattr(twin[part], attribute, array)
