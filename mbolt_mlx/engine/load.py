@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def _check_options(
 ) -> None:
     if resident is not None and memory_limit is not None:
         raise UsageError("resident and memory_limit exclude each other", hint="give one of them")
-    if resident is not None and not 0.0 < resident <= 1.0:
+    if resident is not None and not (isinstance(resident, Real) and 0.0 < resident <= 1.0):
         raise UsageError(
             f"resident is {resident}", expected="a fraction over 0 and up to 1, such as 0.2"
         )
