@@ -39,7 +39,8 @@ def main() -> int:
     parser.add_argument("--prompts", default="32,512,2000", help="default: %(default)s")
     parser.add_argument("--parallel", type=int, default=2)
     args = parser.parse_args()
-    limits = common.limits_of(args)
+    # Runs side by side must not each put the drive's readahead back.
+    limits = common.replace(common.limits_of(args), readahead_kib=None)
     done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, check=True)
     import_only = int(done.stdout)
     lengths = [int(part) for part in args.prompts.split(",")]

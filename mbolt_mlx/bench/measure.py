@@ -131,7 +131,8 @@ def measure(engine: Engine, job: Job) -> dict[str, Any]:
     if job.cold:
         if job.drop_everything:
             cold.drop_everything()
-        cold.drop(cold.weight_files(*job.drop))
+        # The engine may have found a side-file that the job does not name.
+        cold.drop(cold.weight_files(*job.drop, engine.describe().get("side_file")))
     digest = hashlib.sha256()
 
     def note(logits: Any) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mbolt_mlx.bench.measure import Counts, Engine, Job, measure
@@ -26,9 +25,9 @@ class StockEngine:
         import mlx_lm  # noqa: F401
 
     def load(self, job: Job) -> None:
-        from mlx_lm.utils import load_model
+        from mlx_lm import load
 
-        self.model, _ = load_model(Path(job.model))
+        self.model, _ = load(job.model)
         self._sizes = sizes(self.model)
 
     def make_cache(self) -> list[Any]:
