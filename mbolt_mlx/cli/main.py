@@ -31,6 +31,11 @@ COMMANDS = {
     "inspect": "mbolt_mlx.cli.inspect",
     "bench": "mbolt_mlx.cli.bench",
     "models": "mbolt_mlx.cli.models",
+    "plan": "mbolt_mlx.cli.plan",
+    "probe": "mbolt_mlx.cli.probe",
+    "trace-stats": "mbolt_mlx.cli.trace_stats",
+    "cluster": "mbolt_mlx.cli.cluster",
+    "simulate": "mbolt_mlx.cli.simulate",
 }
 
 
@@ -126,7 +131,7 @@ def _list_commands() -> str:
     lines = ["commands:"]
     for name, path in COMMANDS.items():
         module: ModuleType = importlib.import_module(path)
-        lines.append(f"  {name:<10} {module.HELP}")
+        lines.append(f"  {name:<12} {module.HELP}")
     lines.append(f"\n`{PROG} COMMAND --help` shows a command's options.")
     return "\n".join(lines)
 

@@ -1,0 +1,129 @@
+"""Models known from their headers, for the commands that only reckon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mbolt_mlx.cli.inspect import _top_k
+from mbolt_mlx.core.budget import LayerShape, geometry_of
+from mbolt_mlx.core.errors import UnsupportedError
+from mbolt_mlx.profile.layout import LAYOUTS, Range, Readable
+from mbolt_mlx.profile.plan import Model
+from mbolt_mlx.profile.traces import LayerInfo
+from mbolt_mlx.storage import store as stores
+from mbolt_mlx.storage.checkpoint import Checkpoint
+from mbolt_mlx.storage.coalesce import estimate
+from mbolt_mlx.storage.experts import ExpertLayer, find_experts
+from mbolt_mlx.storage.plan import make_plan
+
+_FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True)
+class Headers:
+    """A model's headers; ``remote`` where no weights are on this machine."""
+
+    name: str
+    checkpoint: Checkpoint
+    layers: tuple[ExpertLayer, ...]
+    remote: bool
+
+    @property
+    def shapes(self) -> dict[int, LayerShape]:
+        """Layer number → experts, top_k and bytes of an expert.
+
+        Raises:
+            UnsupportedError: when the config does not say how many experts a token uses.
+        """
+        top_k = _top_k(self.checkpoint.config, self.layers)
+        if top_k is None:
+            raise UnsupportedError(
+                "the config does not say how many experts a token uses", path=self.checkpoint.path
+            )
+        return {y.layer: LayerShape(y.experts, top_k, y.block_bytes) for y in self.layers}
+
+    @property
+    def infos(self) -> dict[int, LayerInfo]:
+        """Layer number → what a trace would say of it."""
+        pieces = {y.layer: len(y.pieces) for y in self.layers}
+        return {
+            layer: LayerInfo(s.experts, s.top_k, s.expert_bytes, pieces[layer])
+            for layer, s in self.shapes.items()
+        }
+
+    def model(self) -> Model:
+        """What the planner needs to know."""
+        tensors = self.checkpoint.tensors.values()
+        experts = sum(y.experts * y.block_bytes for y in self.layers)
+        widest = max((_FLOATS.get(t.dtype, 2) for t in tensors), default=2)
+        return Model(
+            name=self.name,
+            layers=self.shapes,
+            pieces=sum(len(y.pieces) for y in self.layers) / len(self.layers),
+            dense_bytes=sum(t.nbytes for t in tensors) - experts,
+            side_file_bytes=estimate(self.layers),
+            geometry=geometry_of(self.checkpoint.config, widest),
+        )
+
+    def ranges(
+        self, layout: str, orders: Mapping[str, Mapping[int, Sequence[int]]] | None = None
+    ) -> dict[int, tuple[Readable, ...]]:
+        """Layer number → where its experts lie, exactly: the model's files, or a side-file's plan.
+
+        Raises:
+            UnsupportedError: for a layout that this model's files cannot have.
+        """
+        order, whole = LAYOUTS[layout]
+        if not whole:
+            if order != "ids":
+                raise UnsupportedError(
+                    f"the layout {layout} reorders pieces in place, as is done to GGUF files",
+                    hint=f"coalesced+{order} is the side-file in that order",
+                )
+            return {
+                y.layer: y.runs for y in stores.from_shards(self.checkpoint, self.layers).layers
+            }
+        given = (orders or {}).get(order) if order != "ids" else None
+        out: dict[int, tuple[Readable, ...]] = {}
+        for layer in make_plan(self.layers, "", given).layers:
+            size = layer.piece_offsets[-1] + layer.source.pieces[-1].nbytes
+            count = layer.source.experts
+            pieces = tuple(range(len(layer.piece_offsets)))
+            offsets = tuple(layer.starts.tolist())
+            out[layer.source.layer] = (Range(pieces, size, (0,) * count, offsets),)
+        return out
+
+
+def open_headers(name: str, *, revision: str | None = None) -> Headers:
+    """The headers of a folder or of a model in the hub's cache; else by range requests to the hub.
+
+    Raises:
+        NamesError, CheckpointError, UnsupportedError: as `names.resolve` and `find_experts`.
+    """
+    from mbolt_mlx import hub, names
+
+    repository = _repository(name)
+    cached = hub._cached(repository, revision) if repository else None
+    if repository and not (cached and hub.is_complete(cached)):
+        from mbolt_mlx.storage.remote import open_remote
+
+        checkpoint = open_remote(repository, revision=revision)
+        return Headers(name, checkpoint, find_experts(checkpoint), True)
+    folder = names.resolve(name, revision=revision)
+    checkpoint = Checkpoint.open(folder)
+    label = name if repository else Path(folder).name
+    return Headers(label, checkpoint, find_experts(checkpoint), False)
+
+
+def _repository(name: str) -> str | None:
+    """The hub repository that ``name`` means; None for a folder and for the model that ships."""
+    from mbolt_mlx import names
+
+    if name == names.DEMO or Path(name).expanduser().exists():
+        return None
+    short = names.match_short_name(name) if "/" not in name else None
+    if short is not None:
+        return names.short_names()[short].repositories[short]
+    return name if names._REPOSITORY.fullmatch(name) else None

@@ -1,0 +1,73 @@
+"""Options of the commands that read a trace, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mbolt_mlx.cli.arguments import MODEL_HELP
+from mbolt_mlx.cli.headers import Headers, open_headers
+from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.core.sizes import parse_size
+from mbolt_mlx.profile.traces import LayerInfo, Trace, read_trace
+
+
+def add_trace(parser: argparse.ArgumentParser, *, option: bool = True) -> None:
+    """Add the trace and the options that say what it leaves out."""
+    text = "what the router chose: a file of --trace, MBLT v1 or route CSV"
+    if option:
+        parser.add_argument("--trace", required=True, metavar="FILE", help=text)
+    else:
+        parser.add_argument("trace", metavar="TRACE", help=text)
+    parser.add_argument("--model", help=f"the traced model, for its sizes: {MODEL_HELP}")
+    parser.add_argument("--revision", help="revision of the hub repository")
+    parser.add_argument(
+        "--expert-bytes", type=parse_size, metavar="SIZE", help="bytes of one expert, instead"
+    )
+    parser.add_argument(
+        "--pieces", type=int, metavar="N", help="places that one expert's bytes lie in (default: 3)"
+    )
+    parser.add_argument(
+        "--decode-batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sequences that were decoded at a time, for traces that name no phases",
+    )
+
+
+def open_trace(args: argparse.Namespace) -> tuple[Trace, Headers | None]:
+    """The trace with all sizes that are known, and the model's headers where one is given.
+
+    Raises:
+        TraceError: when it is damaged, or of another model than ``--model``.
+        UsageError: for options without meaning.
+    """
+    for name in ("pieces", "decode_batch"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is at least 1", found=getattr(args, name))
+    trace = read_trace(args.trace, decode_tokens=args.decode_batch)
+    for note in trace.notes:
+        print(f"mbolt-mlx: {args.trace}: {note}", file=sys.stderr)
+    headers = None
+    if args.model is not None:
+        headers = open_headers(args.model, revision=args.revision)
+        trace.check_model({y.layer: y.experts for y in headers.layers}, args.trace)
+        trace = with_infos(trace, headers.infos)
+    changes = {"expert_bytes": args.expert_bytes, "pieces": args.pieces}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if changes:
+        infos = {layer: replace(info, **changes) for layer, info in trace.layers.items()}
+        trace = with_infos(trace, infos)
+    return trace, headers
+
+
+def with_infos(trace: Trace, infos: Mapping[int, LayerInfo]) -> Trace:
+    """``trace`` with the sizes and pieces of ``infos``; its own experts and top_k stay."""
+    layers = {
+        layer: replace(info, expert_bytes=infos[layer].expert_bytes, pieces=infos[layer].pieces)
+        for layer, info in trace.layers.items()
+    }
+    return Trace(trace.passes, layers, trace.model, trace.notes)

@@ -1,0 +1,343 @@
+"""What a model will need and how fast it will be, before anything is downloaded or written.
+
+Memory is the engine's own budget; speed is compute plus cold reads by the speed law::
+
+    seconds a token = compute + misses · (n · t_op + B / BW)
+
+with n reads of B bytes in all for a missed expert: its pieces in the model's own files, one in a
+side-file. Reading is not taken to overlap with computing, so a little more speed is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mbolt_mlx.core.budget import (
+    PLANNED_CHUNK,
+    PLANNED_CONTEXT,
+    WORKING_BYTES,
+    Geometry,
+    LayerShape,
+    slot_bytes,
+    slots_at,
+    slots_within,
+)
+from mbolt_mlx.core.errors import MemoryLimitError
+from mbolt_mlx.core.sizes import format_size
+from mbolt_mlx.profile.law import DEFAULT_LAW, Law
+from mbolt_mlx.profile.layout import lay_out
+from mbolt_mlx.profile.perms import Perms
+from mbolt_mlx.profile.replay import Setup, replay
+from mbolt_mlx.profile.traces import DECODE, LayerInfo, Pass, Trace
+
+RESIDENTS = (0.1, 0.2, 0.3, 0.5, 1.0)
+# Decode hits by the share of experts in memory: Qwen3-235B, least recently used, slots a layer, as
+# published; nothing and everything added. A stand-in where there is no trace.
+CURVE = ((0.0, 0.0), (0.05, 0.34), (0.2, 0.74), (0.45, 0.93), (1.0, 1.0))
+# What Python, MLX and mlx-lm take before a model is loaded.
+PROCESS_BYTES = 200 << 20
+# Waiting for the router's choice, a layer and token.
+READBACK_S = 0.25e-3
+DEFAULT_MEMORY_RATE = 60e9
+THREADS = 4
+# Below these gains a plan does not recommend the work.
+_WORTH_SIDE_FILE, _WORTH_ORDER = 1.05, 1.03
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as its headers tell it.
+
+    Args:
+        name: for the reader.
+        layers: layer number → its experts.
+        pieces: reads that one expert takes from the model's own files.
+        dense_bytes: all but the experts.
+        side_file_bytes: of the side-file that would be written.
+        geometry: what contexts cost.
+    """
+
+    name: str
+    layers: Mapping[int, LayerShape]
+    pieces: float
+    dense_bytes: int
+    side_file_bytes: int
+    geometry: Geometry
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts."""
+        return sum(s.experts * s.expert_bytes for s in self.layers.values())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the experts that one token uses."""
+        return sum(s.top_k * s.expert_bytes for s in self.layers.values())
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a plan takes for granted.
+
+    Args:
+        law: depth (reads at a time) → the drive's constants.
+        compute_s: seconds a token without reads; None estimates it from the bytes that a token
+            touches and ``memory_rate``.
+        memory_rate: bytes a second at which the processor reads weights.
+        context, chunk: positions of context and tokens of a prefill chunk to make room for.
+        notes: sentences on where the figures come from.
+    """
+
+    law: Callable[[float], Law] = field(default=lambda depth: DEFAULT_LAW, repr=False)
+    compute_s: float | None = None
+    memory_rate: float = DEFAULT_MEMORY_RATE
+    context: int = PLANNED_CONTEXT
+    chunk: int = PLANNED_CHUNK
+    notes: tuple[str, ...] = ()
+
+
+def make_plan(
+    model: Model,
+    assume: Assumptions | None = None,
+    *,
+    residents: Sequence[float] = RESIDENTS,
+    memory: int | None = None,
+    trace: Trace | None = None,
+    perms: Perms | None = None,
+    free_bytes: int | None = None,
+) -> dict[str, Any]:
+    """The plan as JSON values; see the module.
+
+    Args:
+        model: what its headers say.
+        assume: the drive and the processor.
+        residents: fractions of the experts to plan for.
+        memory: bytes for the whole process: one more row, with all the slots that it has room for.
+        trace: of this model, for the hit rates; None uses `CURVE`.
+        perms: a profile whose chain order is weighed, with a trace.
+        free_bytes: space on the drive where the side-file would go.
+
+    Raises:
+        TraceError: when the trace is of another model.
+    """
+    assume = assume or Assumptions()
+    if trace is not None:
+        trace.check_model({layer: s.experts for layer, s in model.layers.items()})
+        trace = _with_sizes(trace, model)
+    shapes = list(model.layers.values())
+    rows = [_row(model, assume, slots_at(shapes, r), r, trace, perms) for r in residents]
+    least = _memory(model, assume, slots_at(shapes, 0.0))
+    fits, reason = None, None
+    if memory is not None:
+        spare = memory - _memory(model, assume, [0] * len(shapes))
+        try:
+            slots = slots_within(shapes, spare)
+        except MemoryLimitError:
+            reason = (
+                f"{format_size(memory)} is too little: at least {format_size(least)} are needed"
+            )
+        else:
+            share = sum(slots) / sum(s.experts for s in shapes)
+            fits = _row(model, assume, slots, share, trace, perms)
+            fits["memory_limit"] = memory
+    every = [*rows, *([fits] if fits else [])]
+    every.sort(key=lambda row: row["resident"])
+    return {
+        "model": {
+            "name": model.name,
+            "layers": len(shapes),
+            "experts": sorted({s.experts for s in shapes}),
+            "top_k": sorted({s.top_k for s in shapes}),
+            "expert_bytes": model.expert_bytes,
+            "dense_bytes": model.dense_bytes,
+            "token_bytes": model.token_bytes,
+            "reads_an_expert": model.pieces,
+            "side_file_bytes": model.side_file_bytes,
+            "least_memory_bytes": least,
+        },
+        "drive": {
+            "t_op_s": assume.law(THREADS).t_op,
+            "bytes_per_s": assume.law(THREADS).bandwidth,
+            "free_bytes": free_bytes,
+        },
+        "rows": every,
+        "assumed": _assumed(assume, trace),
+        "verdict": reason or _verdict(model, every, fits, perms is not None, free_bytes),
+    }
+
+
+def curve_hit_rate(resident: float) -> float:
+    """The published curve at ``resident``, straight lines between its points."""
+    x, y = zip(*CURVE, strict=True)
+    return float(np.interp(resident, x, y))
+
+
+def _memory(model: Model, assume: Assumptions, slots: Sequence[int]) -> int:
+    """Peak bytes of the process: the budget of the engine, the process itself included."""
+    geometry = model.geometry
+    return (
+        PROCESS_BYTES
+        + model.dense_bytes
+        + slot_bytes(list(model.layers.values()), slots)
+        + WORKING_BYTES
+        + assume.context * geometry.kv_bytes
+        + geometry.transient(min(assume.chunk, assume.context), assume.context)
+    )
+
+
+def _row(
+    model: Model,
+    assume: Assumptions,
+    slots: Sequence[int],
+    resident: float,
+    trace: Trace | None,
+    perms: Perms | None,
+) -> dict[str, Any]:
+    shapes = list(model.layers.values())
+    if trace is None:
+        # Layers in unlike numbers of slots count by what a token asks of each.
+        rates = [curve_hit_rate(n / s.experts) for n, s in zip(slots, shapes, strict=True)]
+        wanted = [s.top_k for s in shapes]
+        hit = float(np.average(rates, weights=wanted))
+        missed = [(1.0 - r) * s.top_k for r, s in zip(rates, shapes, strict=True)]
+        misses = sum(missed)
+        nbytes = sum(m * s.expert_bytes for m, s in zip(missed, shapes, strict=True))
+        chained = None
+    else:
+        setup = Setup(slots=dict(zip(model.layers, slots, strict=True)))
+        decode = replay(trace, setup).decode
+        hit = decode.hit_rate
+        misses, nbytes = decode.per_token("misses"), decode.per_token("bytes")
+        chained = _chained(trace, setup, perms)
+    compute = _compute(model, assume)
+    # In one layer, so many experts are missed at a time; their reads are under way together.
+    at_once = max(1.0, misses / len(shapes))
+    shards = assume.law(min(THREADS, at_once * model.pieces))
+    side = assume.law(min(THREADS, at_once))
+    slow = compute + shards.seconds(misses * model.pieces, nbytes)
+    fast = compute + side.seconds(misses, nbytes)
+    row = {
+        "resident": round(resident, 4),
+        "slots_per_layer": round(sum(slots) / len(slots), 2),
+        "memory_bytes": _memory(model, assume, slots),
+        "dense_bytes": model.dense_bytes,
+        "slot_bytes": slot_bytes(shapes, slots),
+        "hit_rate": round(hit, 4),
+        "reads_per_token": round(misses, 3),
+        "reads_per_token_shards": round(misses * model.pieces, 3),
+        "bytes_per_token": round(nbytes),
+        "compute_s": compute,
+        "tps_shards": round(1.0 / slow, 3),
+        "tps_side_file": round(1.0 / fast, 3),
+    }
+    if chained is not None:
+        before, after, more = chained
+        row["reads_per_token_ids"], row["reads_per_token_chain"] = round(before, 3), round(after, 3)
+        took = compute + side.seconds(after, more)
+        row["tps_chain"] = round(1.0 / took, 3)
+        row["tps_side_file"] = round(1.0 / (compute + side.seconds(before, nbytes)), 3)
+    return row
+
+
+def _chained(trace: Trace, setup: Setup, perms: Perms | None) -> tuple[float, float, float] | None:
+    """(reads a token of a side-file in the order of ids, of one in chain order, its bytes)."""
+    if perms is None:
+        return None
+    ids = replay(trace, setup, lay_out("coalesced", trace.layers)).decode
+    chain = replay(trace, setup, lay_out("coalesced+chain", trace.layers, perms.orders)).decode
+    return ids.per_token("reads"), chain.per_token("reads"), chain.per_token("bytes")
+
+
+def _compute(model: Model, assume: Assumptions) -> float:
+    if assume.compute_s is not None:
+        return assume.compute_s
+    touched = model.dense_bytes + model.token_bytes
+    return touched / assume.memory_rate + READBACK_S * len(model.layers)
+
+
+def _with_sizes(trace: Trace, model: Model) -> Trace:
+    """The trace on the model's own sizes and top_k, which may be another quantisation's."""
+    layers = {
+        layer: LayerInfo(
+            info.experts, info.top_k, model.layers[layer].expert_bytes, round(model.pieces)
+        )
+        for layer, info in trace.layers.items()
+    }
+    known = set(trace.layers)
+    for layer, shape in model.layers.items():
+        if layer not in known:
+            layers[layer] = LayerInfo(shape.experts, shape.top_k, shape.expert_bytes)
+    passes = tuple(Pass(p.phase, p.chosen, p.session) for p in trace.passes)
+    return Trace(passes, dict(sorted(layers.items())), trace.model, trace.notes)
+
+
+def _assumed(assume: Assumptions, trace: Trace | None) -> list[str]:
+    notes = list(assume.notes)
+    if trace is None:
+        points = ", ".join(f"{y:.0%} at {x:g}" for x, y in CURVE[1:-1])
+        notes.append(f"hit rates: a published curve of Qwen3-235B with LRU ({points})")
+    else:
+        notes.append(
+            f"hit rates: a replay of {trace.tokens(DECODE)} decoded tokens of the trace given"
+        )
+    if assume.compute_s is None:
+        notes.append(
+            f"compute: a token's weights at {assume.memory_rate / 1e9:.0f} GB/s, and "
+            f"{READBACK_S * 1e3:g} ms a layer to read the router's choice back"
+        )
+    notes.append(
+        f"memory: {format_size(PROCESS_BYTES)} for Python and MLX, {format_size(WORKING_BYTES)} "
+        f"of working space, a context of {assume.context} positions in chunks of {assume.chunk}"
+    )
+    return notes
+
+
+def _verdict(
+    model: Model,
+    rows: Sequence[dict[str, Any]],
+    fits: dict[str, Any] | None,
+    ordered: bool,
+    free_bytes: int | None,
+) -> str:
+    """In words, about the row that the memory has room for, or the one at a fifth."""
+    row = fits or min(rows, key=lambda r: abs(r["resident"] - 0.2))
+    says = []
+    if fits is not None:
+        says.append(
+            f"{format_size(fits['memory_limit'])} have room for {row['resident']:.0%} of the "
+            f"experts: about {row['tps_side_file']:.3g} tok/s with a side-file, "
+            f"{row['tps_shards']:.3g} without"
+        )
+    else:
+        says.append(
+            f"with {row['resident']:.0%} of the experts in memory "
+            f"({format_size(row['memory_bytes'])}): about {row['tps_side_file']:.3g} tok/s with a "
+            f"side-file, {row['tps_shards']:.3g} without"
+        )
+    token = sum(s.top_k for s in model.layers.values()) / len(model.layers)
+    if row["slots_per_layer"] <= token:
+        says.append(
+            "that is one token's working set and no more, so nearly every expert is read again; "
+            "more memory would help most"
+        )
+    if row["bytes_per_token"] == 0:
+        return "; ".join([*says, "nothing is read then, so a side-file gains nothing"])
+    gain = row["tps_side_file"] / row["tps_shards"]
+    need = f"{format_size(model.side_file_bytes)} of disk"
+    if gain >= _WORTH_SIDE_FILE:
+        says.append(f"coalescing pays: {gain:.2f} times as fast, for {need}")
+    else:
+        says.append(f"coalescing hardly pays here: {gain:.2f} times as fast, for {need}")
+    if free_bytes is not None and free_bytes < model.side_file_bytes:
+        says.append(f"but only {format_size(free_bytes)} are free")
+    if not ordered or "tps_chain" not in row:
+        says.append("whether a profile order pays on top needs a trace and a profile to tell")
+    else:
+        more = row["tps_chain"] / row["tps_side_file"]
+        pays = "pays" if more >= _WORTH_ORDER else "does not pay"
+        says.append(f"a profile order {pays} on top: {more:.2f} times as fast")
+    return "; ".join(says)

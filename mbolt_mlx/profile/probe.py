@@ -1,0 +1,242 @@
+"""What a drive can do: seconds a read by its size and by how many are under way, past the cache."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mbolt_mlx import __version__
+from mbolt_mlx.core import files, reads
+from mbolt_mlx.core.errors import ReadError, TraceError, UsageError
+from mbolt_mlx.profile.law import Law, errors, fit
+
+FORMAT, VERSION = "mbolt-probe", 1
+SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+DEPTHS = (1, 4, 16)
+# The engine's own number of reads at a time.
+DEFAULT_DEPTH = 4
+FILE_BYTES = 512 << 20
+LEAST_BYTES = 64 << 20
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Point:
+    """``seconds`` that one read of ``nbytes`` adds with ``depth`` under way: wall time ÷ reads."""
+
+    nbytes: int
+    depth: int
+    reads: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A drive, measured.
+
+    Args:
+        path: the file that was read.
+        direct: whether the page cache was bypassed; else the file was dropped from it.
+        points: what was measured.
+        laws: depth → the law that fits the points of that depth.
+        worst: depth → the largest relative error of its law.
+    """
+
+    path: str
+    direct: bool
+    points: tuple[Point, ...]
+    laws: dict[int, Law]
+    worst: dict[int, float]
+
+    def law(self, depth: int = DEFAULT_DEPTH) -> Law:
+        """The law at ``depth``, or at the depth that comes nearest."""
+        nearest = min(self.laws, key=lambda d: abs(np.log2(d / depth)))
+        return self.laws[nearest]
+
+    def document(self) -> dict[str, Any]:
+        """The probe as JSON values; ``t_op_s`` and ``bytes_per_s`` are of the engine's depth."""
+        law = self.law()
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "tool": f"mbolt-mlx {__version__}",
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "path": self.path,
+            "direct": self.direct,
+            "depth": min(self.laws, key=lambda d: abs(np.log2(d / DEFAULT_DEPTH))),
+            "t_op_s": law.t_op,
+            "bytes_per_s": law.bandwidth,
+            "laws": [
+                {
+                    "depth": depth,
+                    "t_op_s": one.t_op,
+                    "bytes_per_s": one.bandwidth,
+                    "worst_error": self.worst[depth],
+                }
+                for depth, one in sorted(self.laws.items())
+            ],
+            "points": [
+                {"bytes": p.nbytes, "depth": p.depth, "reads": p.reads, "s_per_read": p.seconds}
+                for p in self.points
+            ],
+        }
+
+
+def probe(
+    folder: str | Path,
+    *,
+    seconds: float = 30.0,
+    sizes: Sequence[int] = SIZES,
+    depths: Sequence[int] = DEPTHS,
+    file_bytes: int = FILE_BYTES,
+    step: Callable[[int, int], None] | None = None,
+) -> Probe:
+    """Measure the drive that ``folder`` (or the file of that name) lies on.
+
+    Reads a large file that is there; where none is, writes one of random bytes and removes it.
+
+    Args:
+        folder: a folder, or one file to read.
+        seconds: about how long the reads take in all.
+        sizes, depths: of the reads.
+        file_bytes: size of the file that is written.
+        step: called with (measurements done, measurements in all).
+
+    Raises:
+        UsageError: when there is no such folder, or the file is too small.
+        ReadError, OutputError: when the drive refuses.
+    """
+    place = Path(folder)
+    if not place.exists():
+        raise UsageError("no such folder", path=place)
+    target = place if place.is_file() else _largest(place)
+    made = None
+    if target is None:
+        made = target = _write_file(place, file_bytes)
+    try:
+        return _measure(target, seconds, sizes, depths, step)
+    finally:
+        if made is not None:
+            files.unlink(made)
+
+
+def read_probe(document: dict[str, Any]) -> Law:
+    """The law in a probe's JSON, or in any JSON object with ``t_op_s`` and ``bytes_per_s``.
+
+    Raises:
+        TraceError: when it has none.
+    """
+    values = document.get("t_op_s"), document.get("bytes_per_s")
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        raise TraceError("not the result of a probe: it has no t_op_s and bytes_per_s")
+    t_op, rate = map(float, values)
+    if t_op < 0 or rate <= 0:
+        raise TraceError("the probe's figures have no meaning", found=f"{t_op} s, {rate} bytes/s")
+    return Law(t_op, rate)
+
+
+def _largest(folder: Path) -> Path | None:
+    """The largest file directly in ``folder``, if it is large enough to be read at random."""
+    found = [(e.stat().st_size, e.path) for e in os.scandir(folder) if e.is_file()]
+    size, path = max(found, default=(0, ""))
+    return Path(path) if size >= LEAST_BYTES else None
+
+
+def _write_file(folder: Path, nbytes: int) -> Path:
+    """A file of random bytes, because drives are faster on zeros, brought to the drive."""
+    nbytes = min(nbytes, files.free_space(folder) // 2)
+    if nbytes < LEAST_BYTES:
+        raise UsageError("too little space to probe this drive", path=folder)
+    path = folder / f".mbolt-probe-{os.getpid()}"
+    fd = files.open_write(path, exclusive=True)
+    try:
+        rng, position = np.random.default_rng(), 0
+        while position < nbytes:
+            chunk = rng.bytes(min(16 << 20, nbytes - position))
+            files.pwrite_all(fd, chunk, position, path=str(path))
+            position += len(chunk)
+        files.sync(fd, path=str(path))
+        files.drop_cached(fd)
+    except BaseException:
+        files.unlink(path)
+        raise
+    finally:
+        files.close(fd)
+    return path
+
+
+def _measure(
+    path: Path,
+    seconds: float,
+    sizes: Sequence[int],
+    depths: Sequence[int],
+    step: Callable[[int, int], None] | None,
+) -> Probe:
+    fd, direct = files.open_cold(path)
+    try:
+        size, _ = files.size_and_mtime(fd)
+        sizes = [n for n in sizes if n <= size // 4]
+        if len(sizes) < 2:
+            raise UsageError("the file is too small to probe a drive with", path=path, found=size)
+        each = seconds / (len(sizes) * len(depths))
+        points = []
+        for number, (depth, nbytes) in enumerate((d, n) for d in depths for n in sizes):
+            points.append(_point(fd, size, nbytes, depth, each, number, cold=not direct))
+            if step is not None:
+                step(number + 1, len(sizes) * len(depths))
+    finally:
+        files.close(fd)
+    laws, worst = {}, {}
+    for depth in depths:
+        measured = [(1.0, p.nbytes, p.seconds) for p in points if p.depth == depth]
+        laws[depth] = fit(measured)
+        worst[depth] = max(abs(e) for e in errors(laws[depth], measured))
+    return Probe(str(path), direct, tuple(points), laws, worst)
+
+
+def _point(
+    fd: int, size: int, nbytes: int, depth: int, seconds: float, seed: int, *, cold: bool
+) -> Point:
+    """Read at random aligned places, ``depth`` threads at once, for about ``seconds``."""
+    rng = np.random.default_rng(seed)
+    places = (size - nbytes) // _PAGE
+    buffers = [reads.aligned_buffer(nbytes) for _ in range(depth)]
+    if cold:
+        files.drop_cached(fd)
+        files.advise_random(fd)
+    offsets = (rng.integers(0, places + 1, 1 << 16) * _PAGE).tolist()
+    lock = threading.Lock()
+    done = [0]
+    failed: list[BaseException] = []
+    start = time.perf_counter()
+    deadline = start + seconds
+    least = 2 * depth
+
+    def work(buffer: memoryview) -> None:
+        try:
+            while True:
+                with lock:
+                    number = done[0]
+                    if number >= least and time.perf_counter() >= deadline or failed:
+                        return
+                    done[0] += 1
+                files.pread_into(fd, [buffer[:nbytes]], offsets[number % len(offsets)])
+        except ReadError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(buffer,)) for buffer in buffers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return Point(nbytes, depth, done[0], (time.perf_counter() - start) / done[0])

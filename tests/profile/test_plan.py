@@ -1,0 +1,139 @@
+"""Plans: the arithmetic, and the words that follow from it."""
+
+import numpy as np
+import pytest
+
+from mbolt_mlx.core.budget import Geometry, LayerShape, slot_bytes
+from mbolt_mlx.core.errors import TraceError
+from mbolt_mlx.profile.law import Law
+from mbolt_mlx.profile.perms import make_perms
+from mbolt_mlx.profile.plan import Assumptions, Model, curve_hit_rate, make_plan
+from mbolt_mlx.profile.replay import Setup, replay
+from mbolt_mlx.profile.traces import LayerInfo, Pass, make_trace
+
+MB = 10**6
+
+
+def model(layers=4, experts=64, top_k=4, nbytes=2 * MB):
+    shapes = {n: LayerShape(experts, top_k, nbytes) for n in range(layers)}
+    total = layers * experts * nbytes
+    return Model("m", shapes, 9, 100 * MB, total + 65536, Geometry(1000, 1000, 64))
+
+
+def assume(law=None, **kwargs):
+    law = law or Law(1e-4, 1e9)
+    return Assumptions(law=lambda depth: law, compute_s=0.01, context=1024, **kwargs)
+
+
+def routed(layers=4, experts=64, top_k=4, tokens=60):
+    rng = np.random.default_rng(0)
+    passes = [
+        Pass("decode", {n: np.sort(rng.zipf(1.4, 200) % experts)[None, :0] for n in range(layers)})
+    ]
+    passes = []
+    for _ in range(tokens):
+        chosen = {}
+        for n in range(layers):
+            ids = list(dict.fromkeys((rng.zipf(1.3, 400) % experts).tolist()))[:top_k]
+            chosen[n] = np.array([ids])
+        passes.append(Pass("decode", chosen))
+    return make_trace(passes, {n: LayerInfo(experts, top_k) for n in range(layers)})
+
+
+def test_the_curve_goes_through_its_points():
+    for resident, hit in ((0, 0), (0.05, 0.34), (0.2, 0.74), (0.45, 0.93), (1, 1)):
+        assert curve_hit_rate(resident) == pytest.approx(hit)
+
+
+def test_a_row_by_hand():
+    found = make_plan(model(), assume(), residents=[0.2])
+    (row,) = found["rows"]
+    slots = 13
+    hit = curve_hit_rate(slots / 64)
+    misses = 4 * 4 * (1 - hit)
+    assert row["slots_per_layer"] == slots
+    assert row["hit_rate"] == pytest.approx(hit, abs=1e-4)
+    assert row["reads_per_token"] == pytest.approx(misses, abs=1e-3)
+    assert row["bytes_per_token"] == pytest.approx(misses * 2 * MB, rel=1e-6)
+    assert row["slot_bytes"] == 4 * slots * 2 * MB
+    read = misses * 2 * MB / 1e9
+    assert row["tps_shards"] == pytest.approx(1 / (0.01 + misses * 9e-4 + read), abs=1e-3)
+    assert row["tps_side_file"] == pytest.approx(1 / (0.01 + misses * 1e-4 + read), abs=1e-3)
+    assert set(row) >= {"resident", "memory_bytes", "dense_bytes"}
+
+
+def test_memory_is_the_engines_budget():
+    few, many = make_plan(model(), assume(), residents=[0.1, 0.5])["rows"]
+    shapes = list(model().layers.values())
+    grown = slot_bytes(shapes, [32] * 4) - slot_bytes(shapes, [6] * 4)
+    assert many["memory_bytes"] - few["memory_bytes"] == grown
+    longer = make_plan(model(), Assumptions(context=4096), residents=[0.1])["rows"][0]
+    shorter = make_plan(model(), Assumptions(context=1024), residents=[0.1])["rows"][0]
+    geometry = model().geometry
+    assert longer["memory_bytes"] - shorter["memory_bytes"] == 3072 * geometry.kv_bytes + (
+        geometry.transient(512, 4096) - geometry.transient(512, 1024)
+    )
+
+
+def test_memory_gets_a_row_of_its_own_that_keeps_within_it():
+    found = make_plan(model(), assume(), memory=600 * MB, residents=[0.2])
+    (fits,) = [row for row in found["rows"] if "memory_limit" in row]
+    assert 590 * MB < fits["memory_bytes"] <= 600 * MB
+    assert "600.0 MB have room for" in found["verdict"]
+
+
+def test_too_little_memory_is_said_with_the_least():
+    found = make_plan(model(), assume(), memory=300 * MB)
+    least = found["model"]["least_memory_bytes"]
+    assert "too little" in found["verdict"] and least > 300 * MB
+    assert "have room for" in make_plan(model(), assume(), memory=least)["verdict"]
+
+
+def test_the_verdict_on_coalescing_follows_the_drive():
+    slow = make_plan(model(), assume(Law(1e-3, 1e9)))["verdict"]
+    assert "coalescing pays" in slow
+    fast = make_plan(model(), assume(Law(1e-7, 1e8)))["verdict"]
+    assert "hardly pays" in fast
+    whole = make_plan(model(), assume(), memory=10**12, residents=[1.0])["verdict"]
+    assert "gains nothing" in whole
+
+
+def test_one_tokens_working_set_is_named():
+    found = make_plan(model(experts=16), assume(), residents=[0.05])
+    assert "one token's working set" in found["verdict"]
+
+
+def test_disk_that_is_lacking_is_named():
+    found = make_plan(model(), assume(Law(1e-3, 1e9)), free_bytes=5 * MB)
+    assert "only 5.00 MB are free" in found["verdict"]
+
+
+def test_a_trace_gives_the_hit_rates():
+    trace = routed()
+    found = make_plan(model(), assume(), residents=[0.2], trace=trace)
+    row = found["rows"][0]
+    decode = replay(trace, Setup(resident=0.2)).decode
+    assert row["hit_rate"] == pytest.approx(decode.hit_rate, abs=1e-4)
+    assert row["reads_per_token"] == pytest.approx(decode.per_token("misses"), abs=1e-3)
+    assert row["bytes_per_token"] == pytest.approx(decode.per_token("misses") * 2 * MB)
+    assert "needs a trace and a profile" in found["verdict"]
+
+
+def test_a_profile_order_is_weighed():
+    trace = routed()
+    found = make_plan(model(), assume(), residents=[0.2], trace=trace, perms=make_perms(trace))
+    row = found["rows"][0]
+    assert row["reads_per_token_chain"] <= row["reads_per_token_ids"] <= row["reads_per_token"]
+    assert row["tps_chain"] >= row["tps_side_file"]
+    assert "a profile order" in found["verdict"]
+
+
+def test_a_trace_of_another_model_is_refused():
+    with pytest.raises(TraceError, match="another model"):
+        make_plan(model(layers=2), trace=routed())
+
+
+def test_what_is_assumed_is_said():
+    text = " ".join(make_plan(model(), assume(notes=("drive: mine",)))["assumed"])
+    assert "drive: mine" in text and "Qwen3-235B" in text and "compute" not in text
+    assert "compute" in " ".join(make_plan(model())["assumed"])
