@@ -103,6 +103,7 @@ def table(stats: Stats, peak: dict[str, int]) -> list[str]:
         ("evictions", [f"{p.evictions}" for p in phases]),
     ]
     lines = [f"{name:<21}{a:>18}{b:>18}" for name, (a, b) in rows]
+    lines.append("(waiting for readback includes computing what the router needs)")
     return [*lines, *_set_up(stats, peak)]
 
 
