@@ -6,8 +6,8 @@
 
 Each run is a fresh process with the page cache of the machine dropped, --memory in all (page cache
 included), the same readahead, the same token ids and as many experts in memory. --with-stock also
-runs mlx-lm with everything in memory in the first rounds: that is the compute time which limit.py
-and prefill.py take from the JSON. The drive's rate under the same limits is measured before and
+runs mlx-lm with everything in memory, before and after: that is the compute time which limit.py and
+prefill.py take from the JSON. The drive's rate under the same limits is measured before and
 after. Ratios are ours ÷ theirs of each pair: median [least-most].
 """
 
@@ -35,14 +35,17 @@ def compare(args: Any, engines: list[str], stock_rounds: int) -> dict[str, Any]:
         return common.probe(limits, "rate", ours.side_file, *options)["bytes_per_s"]
 
     before = rate()
-    title = f"{limits.name}, prompt {args.prefill}"
-    runs = common.rounds(jobs, args.pairs, run, title)
-    if stock_rounds:
-        alone = common.rounds([made["mlx-lm"]()], stock_rounds, run, "stock")
-        for entry in alone:
-            entry["setting"] = len(jobs)
-            entry["order"] += len(runs)
-        runs += alone
+    # Half of stock's runs before the pairs and half after, so that a drift falls on both alike.
+    first = stock_rounds - stock_rounds // 2
+    alone = common.rounds([made["mlx-lm"]()], first, run, "stock") if first else []
+    runs = common.rounds(jobs, args.pairs, run, f"{limits.name}, prompt {args.prefill}")
+    if stock_rounds > first:
+        alone += common.rounds([made["mlx-lm"]()], stock_rounds - first, run, "stock")
+    for n, entry in enumerate(alone):
+        entry.update(round=n, setting=len(jobs), order=n if n < first else len(runs) + n)
+    for entry in runs:
+        entry["order"] += first
+    runs = sorted(runs + alone, key=lambda entry: entry["order"])
     after = rate()
     ratios = {
         key: common.pair_ratio(runs, key, "mbolt", engines[-1])

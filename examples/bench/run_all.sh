@@ -11,8 +11,8 @@
 # PAIRS         rounds of what depends on the drive (default: 7)
 #
 # Linux, root (control groups), two quiet cores, 10 GB of memory. "memory" does not need quiet.
-# With two cores of 2.4 GHz and a drive of 1 GB/s it takes about: models 2 min, compare 15, prefill
-# 10, law 7, interleaved 3, memory 8, overhead 2, bench 4. A part that misses its target is reported
+# With two cores of 2.4 GHz and a drive of 1 GB/s it takes about: models 2 min, compare 14, prefill
+# 12, law 9, interleaved 3, memory 8, overhead 3, bench 4. A part that misses its target is reported
 # at the end and the exit status is then 1.
 set -uo pipefail
 
@@ -71,7 +71,8 @@ part_prefill() {
 }
 
 part_law() {
-  run examples/bench/speed_law.py --model "$models/q8" --pairs "$pairs" --memory none
+  run examples/bench/speed_law.py --model "$models/q8" --pairs "$pairs" --engine-pairs "$pairs" \
+    --prefill 16 --decode 16 --memory none
 }
 
 part_interleaved() {
