@@ -95,16 +95,17 @@ def _stream(
     ordered = file_order([e for e in misses if e not in best])
     ordered += file_order([e for e in misses if e in best])
     given_up = [*idle, *leave, *ordered]
+    # All that can be had at once is read at once; then a few follow whenever as many are done.
     group = max(1, min(staging, len(misses)) // 4)
-    free, position = resident.free, 0
+    size = resident.free + len(idle) or group
+    free, start, position = resident.free, 0, 0
     steps = []
-    for start in range(0, len(ordered), group):
-        read = ordered[start : start + group]
-        taken = min(free, len(read))
-        free -= taken
-        need = len(read) - taken
+    while start < len(ordered):
+        read = ordered[start : start + size]
+        need = max(0, len(read) - free)
         steps.append(Step(read, given_up[position : position + need]))
-        position += need
+        free -= len(read) - need
+        start, position, size = start + len(read), position + need, group
     return CallPlan([*leave, *stay], ordered, steps, staging)
 
 

@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from mbolt_mlx.core.reads import Batch
-from mbolt_mlx.core.residency import ABSENT, ResidentSet, prompt_worth
+from mbolt_mlx.core.residency import ABSENT, ResidentSet
+from mbolt_mlx.core.schedule import CallPlan, Step, carry_out, plan_call
 from mbolt_mlx.engine.fetch import Fetcher
 from mbolt_mlx.engine.rows import Compute, ManyTokens, OneToken, Rows
 from mbolt_mlx.engine.slots import LayerSlots
@@ -62,17 +63,15 @@ class OffloadedLayer:
         counts.readbacks += 1
         self._begin()
         tokens = ids.reshape(-1, ids.shape[-1])
+        evicted = self.resident.evictions
+        plan = plan_call(self.resident, tokens, self.slots.store.file_order)
+        counts.hits += len(plan.hits)
+        counts.misses += len(plan.misses)
         if len(tokens) == 1:
-            experts = list(dict.fromkeys(tokens[0].tolist()))
             rows: Rows = OneToken(compute, x, tokens[0].tolist(), self.resident.slot_of)
         else:
-            experts = np.unique(tokens).tolist()
             rows = ManyTokens(compute, x, tokens, self.resident.slot_of)
-        hits, misses = self.resident.split(experts)
-        counts.hits += len(hits)
-        counts.misses += len(misses)
-        evicted = self.resident.evictions
-        self._run(rows, hits, misses, tokens)
+        self._run(rows, plan)
         self.resident.policy.use(tokens)
         counts.evictions += self.resident.evictions - evicted
         y = rows.combine(ids.shape)
@@ -101,47 +100,35 @@ class OffloadedLayer:
             self.slots.index_windows()
         self._interrupted = True
 
-    def _run(self, rows: Rows, hits: list[int], misses: list[int], tokens: np.ndarray) -> None:
+    def _run(self, rows: Rows, plan: CallPlan) -> None:
         """Read what is missing, and meanwhile compute what is there, in a sliding window.
 
-        Where the experts outnumber the slots, those of most worth keep theirs, and the others
-        pass through the rest: half of it is being read while the other half is computed.
+        Where the experts outnumber the slots they pass through: half of the slots are being read
+        into while the other half is computed.
         """
-        resident = self.resident
-        staging, keep = resident.slots, set[int]()
-        if len(misses) > resident.slots - len(hits):
-            staging, keep = self._staging({*hits, *misses}, tokens)
-            misses = self.slots.store.file_order(misses)
-        flow = _Flow(self, rows, misses, keep, busy=set(hits))
+        flow = _Flow(self, rows, plan)
         self._batch = flow.batch
         # Computing in small groups hides more of the reading, in large ones it costs less.
-        group = 1 if rows.count == 1 else max(1, min(staging, len(misses)) // 4)
+        few = min(plan.staging, len(plan.misses)) // 4
+        group = (len(misses) or 1) if rows.count == 1 else max(1, few)
         try:
-            flow.feed()
-            flow.compute([e for e in hits if e not in keep])
-            flow.compute([e for e in hits if e in keep])
-            while flow.waiting or flow.coming:
+            flow.start()
+            flow.compute([e for e in plan.hits if e in flow.leaving])
+            flow.compute([e for e in plan.hits if e not in flow.leaving])
+            while flow.steps or flow.coming:
                 if flow.coming:
                     flow.arrive(group)
-                while flow.waiting and (not flow.coming or flow.computing > staging // 2):
+                while flow.steps and (not flow.coming or flow.computing > plan.staging // 2):
                     flow.release()
-                    flow.feed()
+                    flow.start()
         except Exception:
             self._abandon(flow)
             raise
 
-    def _staging(self, wanted: set[int], tokens: np.ndarray) -> tuple[int, set[int]]:
-        """How many slots experts pass through, and the experts that keep the others."""
-        resident = self.resident
-        staging = min(resident.slots, max(2, resident.slots // 2))
-        worth = prompt_worth(tokens, self.slots.store.experts)
-        best = sorted(wanted | set(resident.residents()), key=lambda e: -worth[e])
-        return staging, set(best[: resident.slots - staging])
-
-    def read(self, experts: list[int], keep: set[int], batch: Batch) -> None:
-        """Start to read ``experts`` into slots; give up none of ``keep`` for them."""
-        slots = self.resident.place_all(experts, keep)
-        self.fetcher.start(self.slots, experts, slots, batch)
+    def read(self, step: Step, batch: Batch) -> None:
+        """Give the experts of ``step`` their slots, and start to read them."""
+        slots = carry_out(self.resident, step)
+        self.fetcher.start(self.slots, step.read, slots, batch)
 
     def ready(self, batch: Batch, count: int) -> list[int]:
         """Wait for at least ``count`` experts of ``batch`` and return all that are complete."""
@@ -163,7 +150,7 @@ class OffloadedLayer:
         experts = list(range(self.slots.store.experts))
         batch = Batch()
         try:
-            self.read(experts, set(), batch)
+            self.read(Step(experts, []), batch)
             self.ready(batch, len(experts))
         finally:
             batch.drain()
@@ -181,40 +168,30 @@ class _Flow:
     Args:
         layer: the layer they belong to.
         rows: what is computed with them.
-        waiting: the experts to read, in order.
-        keep: experts whose slots are not given up in this call.
-        busy: experts whose slots a computation or a read needs until it is released.
+        plan: what is read, and what is given up for it.
     """
 
-    def __init__(
-        self, layer: OffloadedLayer, rows: Rows, waiting: list[int], keep: set[int], busy: set[int]
-    ) -> None:
+    def __init__(self, layer: OffloadedLayer, rows: Rows, plan: CallPlan) -> None:
         self._layer = layer
         self._rows = rows
-        self.waiting = waiting
-        self._keep = keep
-        self._busy = busy
+        self.steps = deque(plan.steps)
+        #: experts whose slots a later step takes over
+        self.leaving = {e for step in plan.steps for e in step.evict}
+        #: of these, the ones that a computation or a read of this call still needs
+        self._busy = self.leaving & {*plan.hits, *plan.misses} if self.leaving else set()
         self.batch = Batch()
         self.started: list[int] = []
         self.coming = 0
         self.computing = 0
         self._computations: deque[tuple[mx.array, list[int]]] = deque()
 
-    def feed(self) -> None:
-        """Start as many reads as there are slots to be had."""
-        if not self.waiting:
-            return
-        resident = self._layer.resident
-        spare = resident.free
-        if spare < len(self.waiting):
-            held = self._busy | self._keep
-            spare += sum(1 for e in resident.residents() if e not in held)
-        experts, self.waiting = self.waiting[:spare], self.waiting[spare:]
-        if experts:
-            self._busy.update(experts)
-            self.started += experts
-            self.coming += len(experts)
-            self._layer.read(experts, self._busy | self._keep, self.batch)
+    def start(self) -> None:
+        """Start the next steps, as far as their slots are free."""
+        while self.steps and self._busy.isdisjoint(self.steps[0].evict):
+            step = self.steps.popleft()
+            self.started += step.read
+            self.coming += len(step.read)
+            self._layer.read(step, self.batch)
 
     def arrive(self, count: int) -> None:
         """Wait for ``count`` of the experts being read, and compute all that have arrived."""
@@ -228,7 +205,7 @@ class _Flow:
             return
         y = self._rows.compute(experts)
         mx.async_eval(y)
-        leaving = [e for e in experts if e not in self._keep]
+        leaving = [e for e in experts if e in self.leaving]
         if leaving:
             self._computations.append((y, leaving))
             self.computing += len(leaving)
