@@ -67,12 +67,14 @@ class Engine:
         self._stats = stats
         self._ceiling = ceiling
         self._lock = threading.RLock()
+        self._torn: nn.Module | None = None
         self._last: PhaseStats | None = None
         self._last_end = 0.0
 
     def forward(self, call: Any, inputs: mx.array, cache: Any) -> Any:
         """Run one forward of the whole model; one at a time, whatever thread it comes from."""
         with self._lock:
+            self._mend()
             shape = inputs.shape
             length = shape[1] if len(shape) > 1 else 1
             tokens = shape[0] * length if len(shape) > 1 else shape[0]
@@ -107,10 +109,9 @@ class Engine:
             fair = -(-over // (len(self._layers) * shape.expert_bytes))
             slots = max(least, layer.slots.count - fair)
             if slots < layer.slots.count:
-                try:
-                    layer.shrink(slots)
-                finally:
-                    rebind(container)
+                self._torn = container
+                layer.shrink(slots)
+                self._mend()
         mx.clear_cache()
         self._stats.shrinks += 1
         self._note_slots()
@@ -125,6 +126,12 @@ class Engine:
                 found=format_size(self._ceiling.limit + over),
                 hint="raise --memory-limit, or lower --prefill-step-size or the context",
             )
+
+    def _mend(self) -> None:
+        """Point a container at its slots again after they shrank, now or before an interrupt."""
+        if self._torn is not None:
+            rebind(self._torn)
+            self._torn = None
 
     def _note_slots(self) -> None:
         shapes = [shape for _, _, shape in self._layers]
