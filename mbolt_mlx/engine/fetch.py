@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
+
+import numpy as np
 
 from mbolt_mlx.core import files, reads
 from mbolt_mlx.engine.slots import LayerSlots
@@ -25,6 +27,8 @@ class Fetcher:
         self.store = store
         self.direct = direct
         self.counts = PhaseStats()
+        #: called with each layer's number and choices ``[tokens, top_k]``, while they are recorded
+        self.note: Callable[[int, np.ndarray], None] | None = None
         self._fds: list[int] = []
         self._paths: dict[int, str] = {}
         self._reader = reads.Reader(threads, self._paths)

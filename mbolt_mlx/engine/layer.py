@@ -21,6 +21,8 @@ from mbolt_mlx.engine.slots import LayerSlots
 
 # The result of a call this small may be kept until the layer's next one.
 _LAZY_TOKENS = 16
+# A call of its own (0.2 ms) pays for experts of this size, which take longer to compute.
+_CALL_BYTES = 1 << 20
 
 
 class OffloadedLayer:
@@ -63,6 +65,8 @@ class OffloadedLayer:
         counts.readbacks += 1
         self._begin()
         tokens = ids.reshape(-1, ids.shape[-1])
+        if self.fetcher.note is not None:
+            self.fetcher.note(self.slots.store.layer, tokens)
         evicted = self.resident.evictions
         plan = plan_call(self.resident, tokens, self.slots.store.file_order)
         counts.hits += len(plan.hits)
@@ -84,6 +88,12 @@ class OffloadedLayer:
             self._pending = y
         self._interrupted = False
         return y
+
+    def note_whole(self, indices: mx.array) -> None:
+        """Where choices are recorded, record those of a layer that fits whole."""
+        if self.fetcher.note is not None:
+            ids = np.array(indices)
+            self.fetcher.note(self.slots.store.layer, ids.reshape(-1, ids.shape[-1]))
 
     def _begin(self) -> None:
         """Wait for what still reads the slots, and distrust them if the last call was cut short.
@@ -108,9 +118,7 @@ class OffloadedLayer:
         """
         flow = _Flow(self, rows, plan)
         self._batch = flow.batch
-        # Computing in small groups hides more of the reading, in large ones it costs less.
-        few = min(plan.staging, len(plan.misses)) // 4
-        group = (len(misses) or 1) if rows.count == 1 else max(1, few)
+        group = self._group(rows.count, plan)
         try:
             flow.start()
             flow.compute([e for e in plan.hits if e in flow.leaving])
@@ -124,6 +132,16 @@ class OffloadedLayer:
         except Exception:
             self._abandon(flow)
             raise
+
+    def _group(self, tokens: int, plan: CallPlan) -> int:
+        """How many arrived experts to compute at a time.
+
+        Small groups hide more of the reading, but each costs a call.
+        """
+        if tokens > 1:
+            return max(1, min(plan.staging, len(plan.misses)) // 4)
+        worth_a_call = self.slots.store.expert_bytes >= _CALL_BYTES
+        return 1 if worth_a_call else max(1, len(plan.misses))
 
     def read(self, step: Step, batch: Batch) -> None:
         """Give the experts of ``step`` their slots, and start to read them."""
