@@ -30,6 +30,7 @@ from mbolt_mlx.core.residency import DEFAULT_POLICY
 from mbolt_mlx.core.sizes import format_size, parse_size
 from mbolt_mlx.engine.fetch import Fetcher
 from mbolt_mlx.engine.layer import OffloadedLayer
+from mbolt_mlx.engine.locate import build
 from mbolt_mlx.engine.runtime import Ceiling, Engine, attach
 from mbolt_mlx.engine.stats import Stats
 from mbolt_mlx.engine.swap import (
@@ -42,7 +43,7 @@ from mbolt_mlx.engine.swap import (
 )
 from mbolt_mlx.storage import store as stores
 from mbolt_mlx.storage.checkpoint import Checkpoint, read_header
-from mbolt_mlx.storage.experts import ExpertLayer, find_experts
+from mbolt_mlx.storage.experts import ExpertLayer
 from mbolt_mlx.storage.locate import find_side_file, open_side_file
 from mbolt_mlx.storage.store import Store
 
@@ -97,17 +98,11 @@ def load(
     checkpoint = Checkpoint.open(folder)
     for warning in checkpoint.warnings:
         log.warning(warning)
-    layers = find_experts(checkpoint)
+    used = memory.process_rss()
+    model, config, layers = _build(checkpoint, model_config, trust_remote_code)
     if adapter_path is not None:
         _check_adapter(Path(adapter_path), layers)
     store = open_store(checkpoint, layers, side_file)
-    used = memory.process_rss()
-    try:
-        model, config = mlx_lm_utils.load_model(
-            folder, lazy=True, model_config=model_config, trust_remote_code=trust_remote_code
-        )
-    except (ValueError, FileNotFoundError) as error:
-        raise UnsupportedError(f"mlx-lm cannot build this model: {error}", path=folder) from error
     limit_cache()
     places = match(model, config, store, checkpoint)
     shapes = [place.shape for place in places]
@@ -155,6 +150,13 @@ def load(
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
+def _build(
+    checkpoint: Checkpoint, model_config: dict[str, Any] | None, trust_remote_code: bool
+) -> tuple[Any, dict[str, Any], Sequence[ExpertLayer]]:
+    built = build(checkpoint, model_config=model_config, trust_remote_code=trust_remote_code)
+    return built.model, built.config, built.layers
+
+
 def open_store(
     checkpoint: Checkpoint, layers: Sequence[ExpertLayer], side_file: str | Path | None
 ) -> Store:
@@ -162,15 +164,24 @@ def open_store(
 
     Raises:
         SideFileError: if a named side-file is damaged or belongs to another source.
+        UnsupportedError: if mlx-lm computes the experts, and there is no side-file of them.
     """
-    if side_file is None:
-        return stores.from_shards(checkpoint, layers)
-    if side_file != "auto":
+    computed = next((layer for layer in layers if layer.computed), None)
+    reason = None
+    if side_file not in (None, "auto"):
         opened = open_side_file(side_file, checkpoint, layers)
         return stores.from_side_file(opened, layers)
-    found, reason = find_side_file(checkpoint, layers)
-    if found is not None:
-        return stores.from_side_file(found, layers)
+    if side_file == "auto":
+        found, reason = find_side_file(checkpoint, layers)
+        if found is not None:
+            return stores.from_side_file(found, layers)
+    if computed is not None:
+        because = f"its side-file cannot be used: {reason}" if reason else "it needs a side-file"
+        raise UnsupportedError(
+            f"mlx-lm computes the experts of {computed.module} from the file, so {because}",
+            path=checkpoint.path,
+            hint=f"run mbolt-mlx coalesce --model {checkpoint.path} once",
+        )
     if reason:
         log.warning("%s; reading the model's own files", reason)
     return stores.from_shards(checkpoint, layers)

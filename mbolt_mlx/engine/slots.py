@@ -32,6 +32,7 @@ MLX_DTYPES: dict[str, mx.Dtype] = {
     "U8": mx.uint8,
     "I8": mx.int8,
 }
+DTYPE_NAMES: dict[mx.Dtype, str] = {dtype: name for name, dtype in MLX_DTYPES.items()}
 
 _aliasing: bool | None = None
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mbolt_mlx.core.budget import LayerShape
 from mbolt_mlx.core.errors import UnsupportedError
 from mbolt_mlx.core.residency import ResidentSet, make_policy
 from mbolt_mlx.engine.fetch import Fetcher
 from mbolt_mlx.engine.layer import OffloadedLayer
+from mbolt_mlx.engine.locate import is_container, pieces_of
 from mbolt_mlx.engine.slots import MLX_DTYPES, LayerSlots
 from mbolt_mlx.engine.switch import offload
 from mbolt_mlx.storage.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ def match(
     modules = dict(model.named_modules())
     places = []
     for path, container in modules.items():
-        if not _is_container(container):
+        if not is_container(container):
             continue
         layer = stored.pop(path, None)
         if layer is None:
@@ -80,26 +80,11 @@ def match(
     return sorted(places, key=lambda place: place.store.layer)
 
 
-def _is_container(module: nn.Module) -> bool:
-    """Whether ``module`` runs experts: it has two or more stacked projections."""
-    children = module.children().values()
-    stacked = [c for c in children if isinstance(c, (SwitchLinear, QuantizedSwitchLinear))]
-    return len(stacked) >= 2
-
-
-def _arrays(container: nn.Module) -> Iterator[tuple[str, mx.array]]:
-    for child, module in container.children().items():
-        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
-            for name, array in module.items():
-                if isinstance(array, mx.array):
-                    yield f"{child}.{name}", array
-
-
 def _check_arrays(
     path: str, container: nn.Module, layer: LayerStore, checkpoint: Checkpoint
 ) -> None:
     pieces = {piece.name: piece for piece in layer.pieces}
-    arrays = dict(_arrays(container))
+    arrays = dict(pieces_of(container))
     for name in sorted(pieces.keys() | arrays.keys()):
         piece, array = pieces.get(name), arrays.get(name)
         stored = (

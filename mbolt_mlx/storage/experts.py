@@ -68,7 +68,8 @@ class ExpertLayer:
     """The experts of one layer.
 
     ``files[p, e]`` (int32) is the shard, an index into ``Checkpoint.shards``, and
-    ``offsets[p, e]`` (int64) the absolute byte where piece ``p`` of expert ``e`` begins.
+    ``offsets[p, e]`` (int64) the absolute byte where piece ``p`` of expert ``e`` begins. Both are
+    -1 throughout where the experts are no ranges of the files, but computed from them.
     """
 
     layer: int
@@ -77,6 +78,11 @@ class ExpertLayer:
     pieces: tuple[Piece, ...]
     files: np.ndarray
     offsets: np.ndarray
+
+    @property
+    def computed(self) -> bool:
+        """Whether no range of the files holds these experts."""
+        return bool((self.files < 0).any())
 
     @property
     def block_bytes(self) -> int:
