@@ -32,18 +32,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     arguments.add_engine_options(parser)
     parser.add_argument("--revision", help="branch, tag or commit of the hub repository")
     parser.add_argument(
+        "--trace", metavar="FILE", help="record what the router chooses, for `mbolt-mlx simulate`"
+    )
+    parser.add_argument(
         "--stats", action="store_true", help="print what was read and what it cost, to stderr"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate; with ``--stats``, print the table."""
+    """Generate; with ``--trace``, record; with ``--stats``, print the table."""
     _check(args)
     stock = _stock()
     options = arguments.engine_options(args) | {"revision": args.revision}
-    loader = _Loader(stock.load, options)
+    loader = _Loader(stock.load, options, args.trace)
     try:
-        with _instead_of(stock, load=loader, setup_arg_parser=lambda: _Parsed(args)):
+        with loader, _instead_of(stock, load=loader, setup_arg_parser=lambda: _Parsed(args)):
             stock.main()
     except BrokenPipeError:
         raise
@@ -73,12 +76,25 @@ def _check(args: argparse.Namespace) -> None:
 
 
 class _Loader:
-    """Stands in for ``mlx_lm.load``: the first model is ours, a draft model is stock."""
+    """Stands in for ``mlx_lm.load``: the first model is ours, a draft model is stock.
 
-    def __init__(self, stock_load: Callable[..., Any], options: dict[str, Any]) -> None:
+    In its context the first model is recorded, where a trace was asked for.
+    """
+
+    def __init__(
+        self, stock_load: Callable[..., Any], options: dict[str, Any], trace: str | None = None
+    ) -> None:
         self._stock_load = stock_load
         self._options = options
+        self._trace = trace
+        self._recording = contextlib.ExitStack()
         self.model: Any = None
+
+    def __enter__(self) -> None:
+        self._recording.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._recording.__exit__(*error)
 
     def __call__(self, path: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if self.model is not None:
@@ -89,6 +105,10 @@ class _Loader:
 
         loaded = mbolt_mlx.load(path, *args, **kwargs, **self._options)
         self.model = loaded[0]
+        if self._trace is not None:
+            from mbolt_mlx.engine.record import recorded
+
+            self._recording.enter_context(recorded(self.model, self._trace, name=str(path)))
         return loaded
 
 

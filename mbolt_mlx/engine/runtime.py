@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -68,6 +68,8 @@ class Engine:
         self._ceiling = ceiling
         self._lock = threading.RLock()
         self._torn: nn.Module | None = None
+        #: called when a forward begins another conversation, while choices are recorded
+        self.on_new_session: Callable[[], None] | None = None
         self._last: PhaseStats | None = None
         self._last_end = 0.0
 
@@ -85,6 +87,8 @@ class Engine:
             start = perf_counter()
             self._count_gap(start, phase, fresh=context == 0)
             self._fetcher.counts = phase
+            if context == 0 and length > 1:  # some caches do not tell their context
+                self._renew()
             try:
                 return call()
             finally:
@@ -92,6 +96,13 @@ class Engine:
                 phase.forwards += 1
                 self._last, self._last_end = phase, perf_counter()
                 phase.seconds += self._last_end - start
+
+    def _renew(self) -> None:
+        """Another conversation begins: policies forget how often experts were used."""
+        for _, layer, _ in self._layers:
+            layer.resident.policy.renew()
+        if self.on_new_session is not None:
+            self.on_new_session()
 
     def _count_gap(self, now: float, phase: PhaseStats, *, fresh: bool) -> None:
         """Time between forwards belongs to the one before, unless a new prompt begins."""

@@ -14,7 +14,7 @@ from mbolt_mlx.cli.stats_table import Drive, SpeedLaw, law_line, measure_drive
 
 OURS = {
     *("resident", "memory_limit", "side_file", "no_side_file", "policy", "read_threads"),
-    *("direct", "revision", "stats", "debug"),
+    *("direct", "revision", "stats", "trace", "debug"),
 }
 stock = importlib.import_module("mlx_lm.generate")
 
@@ -162,7 +162,7 @@ def test_our_loader_does_not_stay_in_mlx_lm(capsys, tiny_model):
 def test_fewer_slots_than_top_k_are_raised_to_top_k_and_said(capsys, tiny_model):
     argv = ["--model", str(tiny_model), "--resident", "0.01", "--max-tokens", "2"]
     assert main.main(["generate", *argv]) == 0
-    assert "top_k" in capsys.readouterr().err
+    assert "top-k" in capsys.readouterr().err
 
 
 # Errors
@@ -220,6 +220,20 @@ def test_stats_are_printed_to_stderr_only(capsys, tiny_model):
     for row in rows:
         assert row in captured.err and row not in captured.out.lower().replace("peak memory", "")
     assert re.search(r"s = 0\.\d\d of decode.*g = \d+\.\d\d", captured.err)
+
+
+def test_a_trace_is_written_and_changes_no_word(capsys, tiny_model, tmp_path):
+    from mbolt_mlx.profile.traces import read_trace
+
+    argv = ("--model", tiny_model, "--prompt", "hello", "--max-tokens", 6, "--resident", 0.5)
+    plain = run_ours(capsys, *argv)
+    path = tmp_path / "t.trace"
+    assert without_figures(run_ours(capsys, *argv, "--trace", path)) == without_figures(plain)
+    trace = read_trace(path)
+    assert list(trace.layers) == [0, 1] and trace.tokens("decode") >= 5
+    assert trace.tokens("prefill") > 1 and trace.model == str(tiny_model)
+    assert main.main(["generate", *map(str, argv), "--trace", str(tmp_path)]) == 2
+    assert "a folder is there" in capsys.readouterr().err
 
 
 def test_stats_without_a_miss_have_no_speed_law(capsys, tiny_model):
