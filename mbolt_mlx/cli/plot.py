@@ -1,0 +1,74 @@
+"""``mbolt-mlx plot``: pictures of traces and of what a replay says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from mbolt_mlx.cli.arguments import fraction
+from mbolt_mlx.core.errors import ReadError, TraceError, UsageError
+from mbolt_mlx.profile import charts
+from mbolt_mlx.profile.perms import make_perms, read_perms
+from mbolt_mlx.profile.traces import read_trace
+
+HELP = "draw hit rates, reads by layout, predicted against measured, or which experts fire together"
+KINDS = ("hits", "layouts", "measured", "coactivation")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to ``parser``."""
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="traces; for `measured`, the JSON of gates"
+    )
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help=".png, .svg or .pdf")
+    parser.add_argument("--perms", metavar="FILE", help="for `layouts` (default: of the trace)")
+    parser.add_argument("--resident", type=fraction, default=0.2, metavar="FRACTION")
+    parser.add_argument("--layer", type=int, help="for `coactivation` (default: the middle one)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw; returns the exit status."""
+    if args.kind == "measured":
+        done = charts.measured([p for path in args.files for p in _points(path)], args.output)
+    elif args.kind == "hits":
+        traces = {_name(path): read_trace(path) for path in args.files}
+        done = charts.hit_rates(traces, args.output)
+    else:
+        if len(args.files) != 1:
+            raise UsageError(f"`{args.kind}` draws one trace", found=f"{len(args.files)} files")
+        trace = read_trace(args.files[0])
+        if args.kind == "layouts":
+            perms = read_perms(args.perms) if args.perms else make_perms(trace, phase=None)
+            trace.check_model(perms.experts, args.perms)
+            done = charts.layouts(trace, perms, args.output, resident=args.resident)
+        else:
+            middle = list(trace.layers)[len(trace.layers) // 2]
+            layer = middle if args.layer is None else args.layer
+            done = charts.coactivation(trace, layer, args.output)
+    print(f"mbolt-mlx plot: {done}", file=sys.stderr)
+    return 0
+
+
+def _name(path: str) -> str:
+    return Path(path).name.split(".")[0]
+
+
+def _points(path: str) -> list[dict]:
+    """Predicted and measured milliseconds a token in what `gate` wrote."""
+    try:
+        document = json.loads(Path(path).read_bytes())
+        return [
+            {
+                "label": f"{document.get('name', Path(path).stem)}, {row['layout']}",
+                "predicted": float(row["predicted_ms_per_token"]),
+                "measured": float(row["measured_ms_per_token"]),
+            }
+            for row in document["rows"]
+        ]
+    except OSError as error:
+        raise ReadError(f"cannot open: {error.strerror}", path=path) from error
+    except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
+        raise TraceError("not what `gate` wrote", path=path) from None

@@ -1,0 +1,126 @@
+"""Pictures of traces and replays; needs matplotlib (the ``plot`` extra)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.profile import cluster
+from mbolt_mlx.profile.layout import lay_out
+from mbolt_mlx.profile.perms import Perms
+from mbolt_mlx.profile.replay import Setup, replay
+from mbolt_mlx.profile.traces import DECODE, Trace
+
+RESIDENTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+_ENDINGS = (".png", ".svg", ".pdf")
+
+
+def hit_rates(
+    traces: Mapping[str, Trace],
+    output: str | Path,
+    *,
+    policies: Sequence[str] = ("lru", "default", "belady"),
+    residents: Sequence[float] = RESIDENTS,
+) -> Path:
+    """Decode hit rate against the share of experts in memory, one panel a trace."""
+    figure, axes = _figure(output, len(traces))
+    for axis, (name, trace) in zip(axes, traces.items(), strict=True):
+        for policy in policies:
+            rates = [
+                100 * replay(trace, Setup(policy, resident=resident)).decode.hit_rate
+                for resident in residents
+            ]
+            axis.plot([100 * r for r in residents], rates, marker=".", label=_label(policy))
+        axis.set(title=name, xlabel="experts in memory, %", ylabel="decode hits, %")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    return _save(figure, output)
+
+
+def layouts(
+    trace: Trace,
+    perms: Perms,
+    output: str | Path,
+    *,
+    resident: float = 0.2,
+    names: Sequence[str] = ("stock", "chain", "coalesced", "coalesced+heat", "coalesced+chain"),
+) -> Path:
+    """Reads and bytes a decoded token by layout, at one residency."""
+    figure, (left, right) = _figure(output, 2)
+    found = [
+        replay(trace, Setup(resident=resident), lay_out(n, trace.layers, perms.orders)).decode
+        for n in names
+    ]
+    left.bar(names, [one.per_token("reads") for one in found])
+    left.set(title=f"{resident:.0%} in memory", ylabel="reads a token")
+    right.bar(names, [one.per_token("bytes") / 1e6 for one in found], color="tab:orange")
+    right.set(title=f"{resident:.0%} in memory", ylabel="MB a token")
+    for axis in (left, right):
+        axis.tick_params(axis="x", rotation=30)
+        axis.grid(axis="y", alpha=0.3)
+    return _save(figure, output)
+
+
+def measured(points: Sequence[Mapping[str, Any]], output: str | Path) -> Path:
+    """Predicted against measured, on a line that both would share.
+
+    Args:
+        points: with ``predicted``, ``measured`` (any one unit) and ``label``.
+    """
+    figure, (axis,) = _figure(output, 1)
+    axis.set(xlabel="predicted", ylabel="measured", title="ms a token")
+    for label in dict.fromkeys(p["label"] for p in points):
+        mine = [p for p in points if p["label"] == label]
+        axis.scatter([p["predicted"] for p in mine], [p["measured"] for p in mine], label=label)
+    most = 1.05 * max(max(p["predicted"], p["measured"]) for p in points)
+    axis.plot([0, most], [0, most], color="grey", linewidth=1)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    return _save(figure, output)
+
+
+def coactivation(trace: Trace, layer: int, output: str | Path) -> Path:
+    """Heat map of which experts of ``layer`` fire together, in the order of ids and of the chain.
+
+    Raises:
+        UsageError: when the trace has no such layer.
+    """
+    if layer not in trace.layers:
+        raise UsageError(f"the trace has no layer {layer}", expected=f"one of {list(trace.layers)}")
+    info = trace.layers[layer]
+    rows = trace.rows(layer, DECODE)
+    heat = cluster.heat_of(rows, info.experts)
+    pairs = cluster.coactivation(rows, info.experts)
+    chain = cluster.chain_order(pairs, cluster.communities(pairs), heat)
+    figure, axes = _figure(output, 2)
+    for axis, order, title in zip(
+        axes, (range(info.experts), chain), ("by id", "chained"), strict=True
+    ):
+        order = list(order)
+        axis.imshow(np.log1p(pairs[np.ix_(order, order)]), cmap="magma")
+        axis.set(title=f"layer {layer}, {title}", xlabel="expert", ylabel="expert")
+    return _save(figure, output)
+
+
+def _label(policy: str) -> str:
+    return {"lru": "LRU", "default": "ours", "belady": "optimum (Belady)"}.get(policy, policy)
+
+
+def _figure(output: str | Path, panels: int) -> tuple[Any, Any]:
+    if Path(output).suffix.lower() not in _ENDINGS:
+        raise UsageError("a picture ends in .png, .svg or .pdf", path=output)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("pictures need matplotlib", hint="pip install 'mbolt-mlx[plot]'") from None
+    figure = Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
+    return figure, np.atleast_1d(figure.subplots(1, panels))
+
+
+def _save(figure: Any, output: str | Path) -> Path:
+    figure.savefig(output, dpi=110)
+    return Path(output)

@@ -1,0 +1,94 @@
+"""Pictures come out, with one command each."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mbolt_mlx.cli.main import main
+from mbolt_mlx.profile.compare import compare, held_out, table
+from mbolt_mlx.profile.trace_file import write_trace
+from mbolt_mlx.profile.traces import LayerInfo, Pass, make_trace
+
+
+def made(sessions=1, tokens=24):
+    rng = np.random.default_rng(0)
+    layers = {n: LayerInfo(12, 3, 50000, 3) for n in (1, 2)}
+
+    def chosen(count):
+        return {n: np.stack([rng.permutation(12)[:3] for _ in range(count)]) for n in layers}
+
+    passes = []
+    for session in range(sessions):
+        passes.append(Pass("prefill", chosen(5), session))
+        passes += [Pass("decode", chosen(1), session) for _ in range(tokens)]
+    return make_trace(passes, layers, model="made")
+
+
+@pytest.fixture
+def trace(tmp_path):
+    write_trace(tmp_path / "made.trace", made())
+    return str(tmp_path / "made.trace")
+
+
+@pytest.mark.parametrize("kind", ["hits", "layouts", "coactivation"])
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture_of_each_kind(tmp_path, trace, kind, ending):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / f"x.{ending}"
+    assert main(["plot", kind, trace, "-o", str(output)]) == 0
+    assert output.stat().st_size > 1000
+
+
+def test_predicted_against_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"layout": y, "predicted_ms_per_token": 10.0, "measured_ms_per_token": 11.0}
+        for y in ("stock", "coalesced")
+    ]
+    (tmp_path / "g.json").write_text(json.dumps({"name": "m", "rows": rows}))
+    argv = ["plot", "measured", str(tmp_path / "g.json"), "-o", str(tmp_path / "x.png")]
+    assert main(argv) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["hits", "TRACE", "-o", "x.txt"], "ends in .png"),
+        (["coactivation", "TRACE", "--layer", "7", "-o", "x.png"], "no layer 7"),
+        (["layouts", "TRACE", "TRACE", "-o", "x.png"], "one trace"),
+        (["measured", "TRACE", "-o", "x.png"], "not what `gate` wrote"),
+        (["measured", "absent", "-o", "x.png"], "absent"),
+    ],
+)
+def test_what_cannot_be_drawn(capsys, tmp_path, trace, argv, says):
+    argv = [trace if word == "TRACE" else word for word in argv]
+    assert main(["plot", *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(capsys, tmp_path, trace, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plot", "hits", trace, "-o", str(tmp_path / "x.png")]) == 2
+    assert "mbolt-mlx[plot]" in capsys.readouterr().err
+
+
+def test_policies_side_by_side():
+    rows = compare(made(), residents=[0.5])
+    assert len(rows) == 6
+    base = rows[0]
+    assert (base["policy"], base["scope"], base["gap_closed"]) == ("lru", "layer", 0.0)
+    assert base["against_lru"] == [0.0, 0.0]
+    for row in rows:
+        assert row["range"][0] <= row["hit_rate"] <= row["range"][1]
+        assert row["scope"] == "class" or row["hit_rate"] <= row["belady"]
+    assert len(table(rows).splitlines()) == 8
+
+
+def test_what_is_held_out():
+    many = held_out(made(sessions=4, tokens=2), 0.5)
+    assert {one.session for one in many.passes} == {2, 3}
+    one = held_out(made(tokens=10), 0.3)
+    assert [p.phase for p in one.passes] == ["prefill"] + ["decode"] * 7
