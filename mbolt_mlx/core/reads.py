@@ -8,8 +8,10 @@ which they finish. The threads fill buffers and do nothing else.
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from queue import SimpleQueue
 
@@ -116,9 +118,13 @@ class Batch:
 
     def __init__(self) -> None:
         self.left = 0
+        #: tags that are not complete yet
+        self.tags_left = 0
         #: requests that each tag still waits for; empty where every tag has one
         self.parts: dict[int, int] = {}
-        self._done: SimpleQueue[Request] = SimpleQueue()
+        self._done: deque[Request] = deque()
+        self._wanted = sys.maxsize
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._running: set[Request] = set()
         self._cancelled = False
 
@@ -133,7 +139,9 @@ class Batch:
     def finished(self, request: Request) -> None:
         """Called by a reading thread."""
         self._running.discard(request)
-        self._done.put(request)
+        self._done.append(request)
+        if len(self._done) >= self._wanted:
+            self._wake.put(None)
 
     def take(self, at_least: int = 1) -> list[Request]:
         """Wait for ``at_least`` more requests, and return all that have finished since.
@@ -141,9 +149,14 @@ class Batch:
         Raises:
             ReadError: what a failed request raised, once no other one is under way.
         """
+        # Woken once, not at each request that finishes before.
+        self._wanted = min(at_least, self.left)
+        while len(self._done) < self._wanted:
+            self._wake.get()
+        self._wanted = sys.maxsize
         done: list[Request] = []
-        while self.left and (len(done) < at_least or not self._done.empty()):
-            done.append(self._done.get())
+        while self.left and self._done:
+            done.append(self._done.popleft())
             self.left -= 1
         for request in done:
             if request.error is not None:

@@ -71,6 +71,7 @@ class Fetcher:
         counts = self.counts
         counts.reads += len(requests)
         counts.bytes += sum(request.nbytes for request in requests)
+        batch.tags_left += len(experts)
         if runs > 1:
             batch.parts.update(dict.fromkeys(experts, runs))
         self._reader.start(requests, batch)
@@ -82,10 +83,11 @@ class Fetcher:
             ReadError: when the drive failed; the batch has ended by then.
         """
         complete: list[int] = []
+        step = batch.left if count >= batch.tags_left else 1
         start = perf_counter()
         try:
             while len(complete) < count and batch.left:
-                for request in batch.take():
+                for request in batch.take(step):
                     if not batch.parts:
                         complete += request.tags
                         continue
@@ -95,6 +97,7 @@ class Fetcher:
                             complete.append(expert)
         finally:
             self.counts.read_wait_s += perf_counter() - start
+        batch.tags_left -= len(complete)
         return complete
 
 

@@ -21,7 +21,8 @@ from mbolt_mlx.engine.slots import LayerSlots
 
 # The result of a call this small may be kept until the layer's next one.
 _LAZY_TOKENS = 16
-# A call of its own (0.2 ms) pays for experts of this size, which take longer to compute.
+# A call of its own (0.2 ms) pays for experts of this size, which take longer to compute. One
+# token's smaller experts are computed in one call when all are there.
 _CALL_BYTES = 1 << 20
 
 
@@ -118,30 +119,25 @@ class OffloadedLayer:
         """
         flow = _Flow(self, rows, plan)
         self._batch = flow.batch
-        group = self._group(rows.count, plan)
+        small = self.slots.store.expert_bytes < _CALL_BYTES
+        # Computing in small groups hides more of the reading, in large ones it costs less.
+        group = 1 if rows.count == 1 else max(1, min(plan.staging, len(plan.misses)) // 4)
         try:
             flow.start()
+            if rows.count == 1 and small and len(plan.steps) <= 1:
+                flow.compute([*plan.hits, *flow.arrived(len(plan.misses))])
+                return
             flow.compute([e for e in plan.hits if e in flow.leaving])
             flow.compute([e for e in plan.hits if e not in flow.leaving])
             while flow.steps or flow.coming:
                 if flow.coming:
-                    flow.arrive(group)
+                    flow.compute(flow.arrived(group))
                 while flow.steps and (not flow.coming or flow.computing > plan.staging // 2):
                     flow.release()
                     flow.start()
         except Exception:
             self._abandon(flow)
             raise
-
-    def _group(self, tokens: int, plan: CallPlan) -> int:
-        """How many arrived experts to compute at a time.
-
-        Small groups hide more of the reading, but each costs a call.
-        """
-        if tokens > 1:
-            return max(1, min(plan.staging, len(plan.misses)) // 4)
-        worth_a_call = self.slots.store.expert_bytes >= _CALL_BYTES
-        return 1 if worth_a_call else max(1, len(plan.misses))
 
     def read(self, step: Step, batch: Batch) -> None:
         """Give the experts of ``step`` their slots, and start to read them."""
@@ -211,11 +207,11 @@ class _Flow:
             self.coming += len(step.read)
             self._layer.read(step, self.batch)
 
-    def arrive(self, count: int) -> None:
-        """Wait for ``count`` of the experts being read, and compute all that have arrived."""
+    def arrived(self, count: int) -> list[int]:
+        """Wait for ``count`` of the experts being read; all that have arrived."""
         experts = self._layer.ready(self.batch, min(count, self.coming))
         self.coming -= len(experts)
-        self.compute(experts)
+        return experts
 
     def compute(self, experts: Sequence[int]) -> None:
         """Start to compute the rows of ``experts``, which are in memory."""
