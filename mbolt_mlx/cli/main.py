@@ -36,6 +36,7 @@ COMMANDS = {
     "trace-stats": "mbolt_mlx.cli.trace_stats",
     "cluster": "mbolt_mlx.cli.cluster",
     "simulate": "mbolt_mlx.cli.simulate",
+    "gate": "mbolt_mlx.cli.gate",
     "plot": "mbolt_mlx.cli.plot",
 }
 

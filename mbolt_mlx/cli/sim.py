@@ -13,6 +13,7 @@ NAMES = {
     "cluster": "cluster",
     "simulate": "simulate",
     "replay": "simulate",
+    "gate": "gate",
     "drive": "probe",
     "probe": "probe",
     "plan": "plan",

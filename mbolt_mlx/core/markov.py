@@ -1,4 +1,4 @@
-"""Whom a token's experts call next: use counts that decay, and a table of who follows whom."""
+"""Whom the next tokens call, judged by the experts of the current one."""
 
 from __future__ import annotations
 
@@ -6,36 +6,44 @@ from collections.abc import Collection
 
 import numpy as np
 
-# Only the end of a long prompt is counted pair by pair: a row's half-life is 64 of its visits.
-_PAIRS_MAX = 512
+# Only the end of a long prompt is counted in the table, because that costs experts² a token.
+_TABLE_TOKENS = 512
+# Power of two up to which the weight of a use may grow; float32 ends at 128.
+_LARGEST = 60
 
 
 class Markov:
-    """Lowest score first, of two decayed use counts and a Markov term; absent experts count too.
+    """Lowest expected use in the next few tokens first; absent experts count too.
 
-    With b the experts of the current token, p those of the token before::
+    With b the experts of the current token and p those of the token before::
 
-        fast = fast / 2                   (+ 1/2 on b)
-        slow = d · slow                   (+ 1 − d on b)         d = 0.5 ** (1 / half_life)
-        M[p] = M[p] · r  (+ 1 at M[p, b]),  N[p] = N[p] · r + 1   r = 0.5 ** (1 / row_half_life)
-        m[e] = mean over i in b of (M[i, e] + 2 slow[e]) / (N[i] + 2)
-        score = 0.2 fast + 0.8 slow + m
+        slow[e]      = d · slow[e]  (+ 1 − d on b)                 d = 0.5 ** (1 / half_life)
+        lately[i]    = lately[i] / 2  (+ 1/2 on p)
+        follow[i, e] = follow[i, e] + lately[i]  for e in b,       visits[i] + 1  for i in p
+        score[e]     = mean over i in b of (follow[i, e] + slow[e]) / (visits[i] + 1)
 
-    Equal scores: the one whose last use is older goes first. Costs O(top_k · experts) a token and
-    experts² · 4 bytes of memory.
+    ``follow[i, e] / visits[i]`` is how much e was used in the tokens after one that used i, the
+    next token counting half, the one after it a quarter, and so on. Looking so far ahead keeps
+    0.2 to 0.4 points more hits than the next token alone, the usual Markov term, on either public
+    trace. ``slow`` stands in for what the table does not know yet. The table forgets with a
+    half-life of ``memory`` tokens. Equal scores: the one whose last use is older goes first.
+
+    A token costs O(top_k · experts), and the table experts² · 4 bytes of memory.
     """
 
     name = "markov"
 
-    def __init__(self, experts: int, half_life: float = 12.0, row_half_life: float = 64.0) -> None:
+    def __init__(self, experts: int, half_life: float = 12.0, memory: float = 1000.0) -> None:
         self._decay = 0.5 ** (1.0 / half_life)
-        self._row_decay = 0.5 ** (1.0 / row_half_life)
-        self._fast = np.zeros(experts)
         self._slow = np.zeros(experts)
-        self._pairs = np.zeros((experts, experts), np.float32)
-        self._visits = np.zeros(experts, np.float32)
         self._last_use = np.zeros(experts)
         self._time = 0
+        self._lately = np.zeros(experts, np.float32)
+        # Instead of fading the table at each token, the weight of what is added grows.
+        self._growth = 2.0 ** (1.0 / memory)
+        self._weight = 1.0
+        self._follow = np.zeros((experts, experts), np.float32)  # [e, i]: a token adds whole rows
+        self._visits = np.zeros(experts, np.float32)
         self._now: np.ndarray | None = None
         self._counted: np.ndarray | None = None
         self._away = np.full(experts, np.inf)
@@ -47,6 +55,10 @@ class Markov:
             self._count_one(tokens[0])
         elif len(tokens):
             self._count_many(tokens)
+        if self._weight > 2.0**_LARGEST:
+            self._follow /= self._weight
+            self._visits /= self._weight
+            self._weight = 1.0
 
     def use(self, tokens: np.ndarray) -> None:
         """Count the choices of a forward that has ended, unless ``expect`` has."""
@@ -56,8 +68,8 @@ class Markov:
 
     def renew(self) -> None:
         """Another conversation begins: who follows whom stays, how often does not."""
-        self._fast[:] = 0.0
         self._slow[:] = 0.0
+        self._lately[:] = 0.0
         self._now = None
 
     def admit(self, expert: int) -> None:
@@ -70,11 +82,12 @@ class Markov:
 
     def worth(self) -> np.ndarray:
         """The score of each expert, comparable between layers."""
-        score = 0.2 * self._fast + 0.8 * self._slow
         now = self._now
-        if now is not None:
-            weight = 1.0 / (self._visits[now] + 2.0)
-            score += (weight @ self._pairs[now] + 2.0 * weight.sum() * self._slow) / len(now)
+        if now is None:
+            score = self._slow.copy()
+        else:
+            share = 1.0 / (len(now) * (self._visits[now] + self._weight))
+            score = self._follow[:, now] @ share + self._weight * share.sum() * self._slow
         return score + 1e-12 * self._last_use
 
     def victims(self, count: int, keep: Collection[int]) -> list[int]:
@@ -87,42 +100,48 @@ class Markov:
         order = np.argsort(score, kind="stable")[:count]
         return [int(e) for e in order if score[e] < np.inf]
 
-    def _count_one(self, chosen: np.ndarray) -> None:
-        before, now = self._now, chosen
-        self._fast *= 0.5
-        self._fast[now] += 0.5
+    def _count_one(self, now: np.ndarray) -> None:
+        before, self._now = self._now, now.copy()
         self._slow *= self._decay
         self._slow[now] += 1.0 - self._decay
-        if before is not None:
-            rows = self._pairs[before] * np.float32(self._row_decay)
-            rows[:, now] += 1.0
-            self._pairs[before] = rows
-            self._visits[before] = self._visits[before] * np.float32(self._row_decay) + 1.0
         self._time += 1
         self._last_use[now] = self._time
-        self._now = now.copy()
+        self._weight *= self._growth
+        if before is not None:
+            lately = self._lately
+            lately *= 0.5
+            lately[before] += 0.5
+            self._follow[now] += lately * np.float32(self._weight)
+            self._visits[before] += np.float32(self._weight)
 
     def _count_many(self, tokens: np.ndarray) -> None:
-        """The same as one after the other, but for pairs before the last `_PAIRS_MAX` tokens."""
+        """The same as one after the other, but for what came before the last `_TABLE_TOKENS`."""
         experts, count = len(self._slow), len(tokens)
         age = np.repeat(np.arange(count - 1.0, -1.0, -1.0), tokens.shape[1])
         flat = tokens.reshape(-1)
-        for name, decay in (("_fast", 0.5), ("_slow", self._decay)):
-            added = np.bincount(flat, weights=(1.0 - decay) * decay**age, minlength=experts)
-            setattr(self, name, getattr(self, name) * decay**count + added)
+        used = np.bincount(flat, weights=(1.0 - self._decay) * self._decay**age, minlength=experts)
+        self._slow = self._slow * self._decay**count + used
         np.maximum.at(self._last_use, flat, self._time + count - age)
         self._time += count
-        recent = tokens[-_PAIRS_MAX - 1 :]
-        if self._now is not None and len(recent) == count:
-            if len(self._now) == recent.shape[1]:
-                recent = np.concatenate([self._now[None], recent])
-        chosen = np.zeros((len(recent), experts), np.float32)
-        np.put_along_axis(chosen, recent.astype(np.intp), 1.0, axis=1)
-        left, entered = chosen[:-1], chosen[1:]
-        # A row decays at each later visit of its expert.
-        later = left[::-1].cumsum(axis=0)[::-1] - left
-        weight = left * np.float32(self._row_decay) ** later
-        fade = np.float32(self._row_decay) ** left.sum(axis=0)
-        self._pairs = self._pairs * fade[:, None] + weight.T @ entered
-        self._visits = self._visits * fade + weight.sum(axis=0)
-        self._now = tokens[-1].copy()
+        entered = tokens[-_TABLE_TOKENS:]
+        first = tokens[-len(entered) - 1 : -len(entered)] if count > len(entered) else self._now
+        left = np.zeros((len(entered), experts), np.float32)
+        if first is not None and len(first):
+            left[0, first] = 1.0
+        np.put_along_axis(left[1:], entered[:-1].astype(np.intp), 1.0, axis=1)
+        lately, rows = self._lately, np.empty_like(left)
+        for number, row in enumerate(left):
+            lately = lately * 0.5 + row * 0.5
+            rows[number] = lately
+        if count > len(entered):
+            fade = np.float32(self._growth ** (len(entered) - count))
+            self._follow *= fade
+            self._visits *= fade
+        weights = self._weight * self._growth ** np.arange(1, len(entered) + 1)
+        weights = weights.astype(np.float32)[:, None]
+        chosen = np.zeros_like(left)
+        np.put_along_axis(chosen, entered.astype(np.intp), 1.0, axis=1)
+        self._follow += chosen.T @ (rows * weights)
+        self._visits += (left * weights).sum(axis=0)
+        self._weight = float(weights[-1, 0])
+        self._lately, self._now = lately, tokens[-1].copy()

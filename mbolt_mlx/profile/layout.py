@@ -99,10 +99,12 @@ def _ranges(
     return tuple(ranges), start
 
 
-def reads_of(
+def requests_of(
     ranges: Sequence[Readable], experts: Sequence[int], gap: int | None = None
-) -> tuple[int, int]:
-    """(reads, bytes) of one start of the engine's reader for ``experts``, merged as it merges.
+) -> list[Request]:
+    """One start of the engine's reader for ``experts``, merged as it merges.
+
+    The requests have a file's number where the engine has its descriptor, and empty buffers.
 
     Args:
         ranges: of the layer.
@@ -116,6 +118,14 @@ def reads_of(
     ]
     if len(requests) > 1:
         requests = merge(requests) if gap is None else merge(requests, gap)
+    return requests
+
+
+def reads_of(
+    ranges: Sequence[Readable], experts: Sequence[int], gap: int | None = None
+) -> tuple[int, int]:
+    """(reads, bytes) of `requests_of`."""
+    requests = requests_of(ranges, experts, gap)
     return len(requests), sum(request.nbytes for request in requests)
 
 

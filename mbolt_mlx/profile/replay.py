@@ -6,22 +6,25 @@ of `core.residency` and the plan of a call of `core.schedule`, so the counts are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from mbolt_mlx.core.budget import LayerShape, slots_at, slots_within
 from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.core.reads import Request
 from mbolt_mlx.core.residency import ResidentSet, make_policy
 from mbolt_mlx.core.schedule import by_place, carry_out, plan_call
 from mbolt_mlx.profile.belady import belady
 from mbolt_mlx.profile.counts import Counts, PassCounts
-from mbolt_mlx.profile.layout import Readable, reads_of
+from mbolt_mlx.profile.layout import Readable, reads_of, requests_of
 from mbolt_mlx.profile.pool import Pool
 from mbolt_mlx.profile.traces import Trace
 
 SCOPES = ("layer", "global", "class")
+OnReads: TypeAlias = Callable[[str, list[Request]], None]
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def replay(
     trace: Trace,
     setup: Setup,
     ranges: Mapping[int, Sequence[Readable]] | None = None,
+    on_reads: OnReads | None = None,
 ) -> PassCounts:
     """Replay ``trace``.
 
@@ -95,6 +99,8 @@ def replay(
         setup: policy and memory.
         ranges: layer → where its experts lie (`lay_out`, or the runs of a real store); None
             counts one read an expert, merged with no other.
+        on_reads: called with the phase and the requests that are started together, each time;
+            for slots a layer, and needs ``ranges``.
 
     Raises:
         UsageError, MemoryLimitError: when ``setup`` has no meaning.
@@ -104,12 +110,15 @@ def replay(
     if setup.policy == "belady":
         return _optimum(trace, setup)
     if setup.scope == "layer":
-        return _by_layer(trace, setup, ranges)
+        return _by_layer(trace, setup, ranges, on_reads)
     return _pooled(trace, setup, ranges)
 
 
 def _by_layer(
-    trace: Trace, setup: Setup, ranges: Mapping[int, Sequence[Readable]] | None
+    trace: Trace,
+    setup: Setup,
+    ranges: Mapping[int, Sequence[Readable]] | None,
+    on_reads: OnReads | None,
 ) -> PassCounts:
     slots = slots_of(trace, setup)
     sets = {
@@ -140,6 +149,8 @@ def _by_layer(
             for step in plan.steps:
                 carry_out(resident, step)
                 _count_reads(counts, trace, ranges, layer, step.read, setup.merge_gap)
+                if on_reads is not None and ranges is not None:
+                    on_reads(one.phase, requests_of(ranges[layer], step.read, setup.merge_gap))
             resident.policy.use(tokens)
             counts.evictions += resident.evictions - evicted
         out.phases.append(one.phase)

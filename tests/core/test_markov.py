@@ -9,30 +9,30 @@ from mbolt_mlx.core.markov import Markov
 class Literal:
     """The formula, token by token, without a thought for speed."""
 
-    def __init__(self, experts, half_life=12.0, row_half_life=64.0):
-        self.fast, self.slow = np.zeros(experts), np.zeros(experts)
-        self.pairs, self.visits = np.zeros((experts, experts)), np.zeros(experts)
-        self.d, self.r = 0.5 ** (1 / half_life), 0.5 ** (1 / row_half_life)
+    def __init__(self, experts, half_life=12.0, memory=1000.0):
+        self.slow, self.lately = np.zeros(experts), np.zeros(experts)
+        self.follow, self.visits = np.zeros((experts, experts)), np.zeros(experts)
+        self.d, self.fade = 0.5 ** (1 / half_life), 0.5 ** (1 / memory)
         self.before = None
 
     def token(self, chosen):
-        self.fast *= 0.5
         self.slow *= self.d
+        self.follow *= self.fade
+        self.visits *= self.fade
         for e in chosen:
-            self.fast[e] += 0.5
             self.slow[e] += 1 - self.d
-        for p in self.before if self.before is not None else ():
-            self.pairs[p] *= self.r
-            self.visits[p] = self.visits[p] * self.r + 1
+        if self.before is not None:
+            self.lately /= 2
+            for p in self.before:
+                self.lately[p] += 0.5
+                self.visits[p] += 1
             for e in chosen:
-                self.pairs[p, e] += 1
+                self.follow[:, e] += self.lately
         self.before = list(chosen)
 
     def score(self):
-        m = np.zeros_like(self.slow)
-        for i in self.before:
-            m += (self.pairs[i] + 2 * self.slow) / (self.visits[i] + 2)
-        return 0.2 * self.fast + 0.8 * self.slow + m / len(self.before)
+        found = [(self.follow[i] + self.slow) / (self.visits[i] + 1) for i in self.before]
+        return np.mean(found, axis=0)
 
 
 def rows(count, experts=16, k=4, seed=0):
@@ -60,16 +60,29 @@ def test_a_prompt_at_once_counts_as_its_tokens_one_by_one(prompt):
         for row in part:
             literal.token(row)
     np.testing.assert_allclose(policy.worth(), literal.score(), atol=1e-4)
-    np.testing.assert_allclose(policy._pairs, literal.pairs, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(policy._follow.T / policy._weight, literal.follow, atol=1e-4)
 
 
-def test_a_long_prompt_ends_with_nearly_the_same_pairs():
+def test_a_long_prompt_ends_with_nearly_the_same_scores():
     policy, literal = Markov(16), Literal(16)
     prompt = rows(3000)
     policy.expect(prompt)
     for row in prompt:
         literal.token(row)
     np.testing.assert_allclose(policy.worth(), literal.score(), atol=0.05)
+
+
+def test_neither_a_very_long_prompt_nor_a_very_long_answer_overflows():
+    policy = Markov(16, memory=20.0)
+    with np.errstate(all="raise", under="ignore"):
+        policy.expect(rows(100_000))
+        assert np.isfinite(policy.worth()).all()
+        for row in rows(3000, seed=1):
+            policy.expect(row[None])
+    literal = Literal(16, memory=20.0)
+    for row in rows(3000, seed=1):
+        literal.token(row)
+    np.testing.assert_allclose(policy.worth(), literal.score(), atol=1e-3)
 
 
 def test_victims_are_residents_of_the_lowest_score_and_never_kept_ones():
@@ -94,7 +107,7 @@ def test_equal_scores_go_by_last_use():
     for e in (5, 2, 7):
         policy.admit(e)
         policy.expect(np.array([[e]]))
-    policy._pairs[:] = 0
+    policy._follow[:] = 0
     assert policy.victims(2, {7}) == [5, 2]
 
 
@@ -103,10 +116,10 @@ def test_a_new_conversation_forgets_how_often_but_not_who_follows_whom():
     for _ in range(20):
         for e in (1, 2):
             policy.expect(np.array([[e]]))
-    pairs = policy._pairs.copy()
+    follow = policy._follow.copy()
     policy.renew()
     assert policy.worth()[[1, 2]].max() < 1e-9
-    assert np.array_equal(policy._pairs, pairs)
+    assert np.array_equal(policy._follow, follow)
     policy.expect(np.array([[1]]))
     assert policy.worth().argmax() == 2
 

@@ -1,0 +1,207 @@
+"""Predict a replay's reading time, then read the same ranges from a real drive and compare.
+
+One scratch file of random bytes stands for all layouts, because a layout is only a set of places.
+What is read together in the engine is read together here, with the engine's own reader, past the
+page cache; nothing is computed in between.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mbolt_mlx.core import files, reads
+from mbolt_mlx.core.errors import OutputError, UsageError
+from mbolt_mlx.core.sizes import format_size
+from mbolt_mlx.profile.layout import Readable
+from mbolt_mlx.profile.probe import probe
+from mbolt_mlx.profile.replay import Setup, replay
+from mbolt_mlx.profile.traces import DECODE, Trace
+
+THREADS = 4
+_ALIGN = 4096
+_BASE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one layout reads while decoding: ranges ``(offset, bytes)``, those of a start together.
+
+    ``reads`` and ``nbytes`` are the replay's own counts, before ranges are widened to whole pages.
+    """
+
+    name: str
+    starts: tuple[tuple[tuple[int, int], ...], ...]
+    tokens: int
+    reads: int
+    nbytes: int
+    end: int
+
+
+def work_of(
+    name: str, trace: Trace, setup: Setup, ranges: Mapping[int, Sequence[Readable]]
+) -> Work:
+    """The reads of the decoded tokens of ``trace`` under a layout."""
+    base, end = _bases(ranges)
+    starts: list[tuple[tuple[int, int], ...]] = []
+
+    def note(phase: str, requests: list[reads.Request]) -> None:
+        if phase == DECODE:
+            starts.append(tuple(_widened(base[r.fd] + r.offset, r.nbytes) for r in requests))
+
+    counts = replay(trace, setup, ranges, note).decode
+    return Work(name, tuple(starts), counts.tokens, counts.reads, counts.bytes, end)
+
+
+def gate(
+    works: Sequence[Work],
+    folder: str | Path,
+    *,
+    rounds: int = 3,
+    tokens: int | None = None,
+    seconds: float = 15.0,
+    step: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Predict and measure ``works`` on the drive of ``folder``; the result as JSON values.
+
+    Args:
+        works: one a layout.
+        folder: where the scratch file goes; it is removed in the end.
+        rounds: measurements of each, in alternating order; the median counts.
+        tokens: decoded tokens to replay (default: all).
+        seconds: about how long to probe the drive before.
+        step: told what happens.
+
+    Raises:
+        OutputError: when the drive has too little space.
+    """
+    say = step or (lambda text: None)
+    place = Path(folder)
+    if not place.is_dir():
+        raise UsageError("no such folder", path=place)
+    size = -(-max(work.end for work in works) // _BASE) * _BASE
+    free = files.free_space(place)
+    if size + (1 << 30) > free:
+        raise OutputError(
+            "the drive has too little space for files of the right sizes",
+            path=place,
+            expected=f"{format_size(size)} and 1 GB more",
+            found=f"{format_size(free)} free",
+        )
+    scratch = place / f".mbolt-gate-{os.getpid()}"
+    say(f"writing {format_size(size)} of random bytes")
+    fd = files.open_write(scratch, exclusive=True)
+    try:
+        _fill(fd, size, scratch)
+        files.close(fd)
+        fd = -1
+        say("probing the drive")
+        found = probe(scratch, seconds=seconds)
+        times: dict[str, list[float]] = {work.name: [] for work in works}
+        for number in range(rounds):
+            for work in works if number % 2 == 0 else list(reversed(works)):
+                say(f"round {number + 1} of {rounds}: {work.name}")
+                times[work.name].append(_measure(scratch, _cut(work, tokens)))
+    finally:
+        if fd >= 0:
+            files.close(fd)
+        files.unlink(scratch)
+    rows = []
+    for work in works:
+        part = _cut(work, tokens)
+        count = max(1, min(work.tokens, tokens or work.tokens))
+        law = sum(
+            found.law(min(THREADS, len(one))).seconds(len(one), sum(n for _, n in one))
+            for one in part
+        )
+        took = statistics.median(times[work.name])
+        rows.append(
+            {
+                "layout": work.name,
+                "tokens": count,
+                "reads_per_token": sum(map(len, part)) / count,
+                "bytes_per_token": sum(n for one in part for _, n in one) / count,
+                "replayed_reads": work.reads,
+                "replayed_bytes": work.nbytes,
+                "predicted_ms_per_token": 1e3 * law / count,
+                "measured_ms_per_token": 1e3 * took / count,
+                "all_ms_per_token": [1e3 * t / count for t in times[work.name]],
+                "error": law / took - 1.0,
+            }
+        )
+    return {"rows": rows, "drive": found.document(), "threads": THREADS, "rounds": rounds}
+
+
+def _cut(work: Work, tokens: int | None) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The starts of the first ``tokens`` tokens, by their share of all."""
+    if tokens is None or tokens >= work.tokens:
+        return work.starts
+    return work.starts[: round(len(work.starts) * tokens / work.tokens)]
+
+
+def _measure(path: Path, starts: Sequence[Sequence[tuple[int, int]]]) -> float:
+    """Seconds to read ``starts``, one after the other, each one's ranges at once."""
+    fd, direct = files.open_cold(path)
+    reader = reads.Reader(THREADS)
+    most = max((n for one in starts for _, n in one), default=0)
+    width = max((len(one) for one in starts), default=0)
+    buffers = [reads.aligned_buffer(most) for _ in range(width)]
+    try:
+        if not direct:
+            files.drop_cached(fd)
+            files.advise_random(fd)
+        begin = time.perf_counter()
+        for one in starts:
+            batch = reads.Batch()
+            requests = [
+                reads.Request(fd, offset, [buffers[k][:nbytes]], nbytes, (k,))
+                for k, (offset, nbytes) in enumerate(one)
+            ]
+            reader.start(requests, batch)
+            while batch.left:
+                batch.take()
+        return time.perf_counter() - begin
+    finally:
+        reader.close()
+        files.close(fd)
+
+
+def _bases(ranges: Mapping[int, Sequence[Readable]]) -> tuple[dict[int, int], int]:
+    """Where each file of a layout begins in the scratch file, and where the last one ends."""
+    ends: dict[int, int] = {}
+    for some in ranges.values():
+        for one in some:
+            for file, offset in zip(one.files, one.offsets, strict=True):
+                ends[file] = max(ends.get(file, 0), offset + one.nbytes)
+    base, position = {}, 0
+    for file, end in sorted(ends.items()):
+        base[file] = position
+        position += -(-end // _BASE) * _BASE
+    return base, position
+
+
+def _widened(offset: int, nbytes: int) -> tuple[int, int]:
+    """The whole pages around a range, as a direct read needs them."""
+    start = offset // _ALIGN * _ALIGN
+    return start, -(-(offset + nbytes) // _ALIGN) * _ALIGN - start
+
+
+def _fill(fd: int, size: int, path: Path) -> None:
+    rng = np.random.default_rng()
+    chunk = bytearray(rng.bytes(min(size, 64 << 20)))
+    position = 0
+    while position < size:
+        # Each chunk differs from the others, so that no drive can fold them into one.
+        chunk[:8] = position.to_bytes(8, "little")
+        part = memoryview(chunk)[: size - position]
+        files.pwrite_all(fd, part, position, path=str(path))
+        position += len(part)
+    files.sync(fd, path=str(path))
+    files.drop_cached(fd)
