@@ -11,7 +11,6 @@ from mbolt_mlx.core.errors import MboltError, UsageError
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.coalesce import coalesce
-from mbolt_mlx.storage.experts import find_experts
 from mbolt_mlx.storage.locate import default_side_file
 
 HELP = "write a model's experts as one block each, so that a miss is one read"
@@ -48,11 +47,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the side-file that ``args`` ask for; returns the exit status."""
+    from mbolt_mlx.engine.compute import open_experts
     from mbolt_mlx.names import resolve
 
     folder = resolve(args.model, revision=getattr(args, "revision", None), progress=not args.quiet)
     checkpoint = Checkpoint.open(folder)
-    layers = find_experts(checkpoint)
+    layers, computer = open_experts(checkpoint)
     target = args.output
     if target is None:
         target = default_side_file(checkpoint)
@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     for warning in checkpoint.warnings:
         say(f"warning: {warning}")
+    if computer is not None:
+        say("mlx-lm computes these experts from the model's files, so they are computed once, now")
     try:
         report = coalesce(
             checkpoint,
@@ -84,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             name=_name(args.model),
             revision=_revision(args, folder),
             before=before,
+            computer=computer,
         )
     except KeyboardInterrupt:
         say("stopped; run the same command again to go on from here")

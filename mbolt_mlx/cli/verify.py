@@ -8,7 +8,6 @@ from pathlib import Path
 
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.storage.checkpoint import Checkpoint
-from mbolt_mlx.storage.experts import find_experts
 from mbolt_mlx.storage.locate import default_side_file
 from mbolt_mlx.storage.verify import verify
 
@@ -41,14 +40,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare what ``args`` name; returns 0, or raises with the first difference."""
+    from mbolt_mlx.engine.compute import open_experts
     from mbolt_mlx.names import resolve
 
     checkpoint = Checkpoint.open(
         resolve(args.model, revision=args.revision, progress=not args.quiet)
     )
-    layers = find_experts(checkpoint)
+    layers, computer = open_experts(checkpoint)
     side_file = args.side_file or default_side_file(checkpoint)
-    report = verify(checkpoint, layers, side_file, full=args.full, progress=not args.quiet)
+    report = verify(
+        checkpoint,
+        layers,
+        side_file,
+        full=args.full,
+        progress=not args.quiet,
+        computer=computer,
+    )
     if not args.quiet:
         part = "all" if report.full else f"{report.blocks} of"
         print(

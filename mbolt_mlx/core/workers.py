@@ -12,13 +12,18 @@ Job = TypeVar("Job")
 def work_through(
     jobs: Iterable[Job], make_worker: Callable[[], Callable[[Job], None]], threads: int
 ) -> None:
-    """Give every job to one of ``threads`` threads, in order.
+    """Give every job to one of ``threads`` threads, in order; 0 is the calling thread.
 
     ``make_worker`` is called once in each thread and returns what does a job, so that a worker
     can own buffers. The first exception, an interrupt included, stops all threads after the job
     that each has in hand and is raised here.
     """
     source: Iterator[Job] = iter(jobs)
+    if threads == 0:
+        do_here = make_worker()
+        for job in source:
+            do_here(job)
+        return
     lock = threading.Lock()
     stop = threading.Event()
     failed: list[BaseException] = []

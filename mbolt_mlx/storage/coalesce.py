@@ -22,7 +22,15 @@ from mbolt_mlx.core.output import Output, check_space, open_output
 from mbolt_mlx.core.workers import work_through
 from mbolt_mlx.storage.checkpoint import Checkpoint, Shard
 from mbolt_mlx.storage.experts import ExpertLayer
-from mbolt_mlx.storage.gather import WINDOW_BYTES, Gatherer, Window, aligned_buffer, windows_of
+from mbolt_mlx.storage.gather import (
+    WINDOW_BYTES,
+    Computer,
+    Filler,
+    Gatherer,
+    Window,
+    aligned_buffer,
+    windows_of,
+)
 from mbolt_mlx.storage.manifest import Manifest, manifest_path
 from mbolt_mlx.storage.plan import Plan, make_plan, side_file_bytes
 from mbolt_mlx.storage.progress import Progress
@@ -69,6 +77,7 @@ def coalesce(
     name: str | None = None,
     revision: str | None = None,
     before: Callable[[int, int], None] | None = None,
+    computer: Computer | None = None,
 ) -> Report:
     """Write the side-file ``output`` and its manifest.
 
@@ -83,6 +92,7 @@ def coalesce(
         name, revision: of the model, for the manifest.
         before: called with the bytes of the side-file and the bytes free on its drive, when all
             else has been checked and nothing has been written; it may raise to stop.
+        computer: gives the blocks of layers that are computed; needed where there are such.
 
     Raises:
         OutputError: when it cannot be written here, does not read back, or the source changes
@@ -99,9 +109,10 @@ def coalesce(
     if before is not None:
         before(plan.size, files.free_space(target.parent))
     source = source_of(checkpoint, name, revision, sample=True)
-    stamp = _resume_stamp(plan, source)
+    computed = computer.note if computer is not None else None
+    stamp = _resume_stamp(plan, source, computed)
     with open_output(target, plan.size, stamp, resume=resume, direct=True) as out:
-        rewrite = _Rewrite(plan, checkpoint.shards, out)
+        rewrite = _Rewrite(plan, checkpoint.shards, out, computer)
         started = time.perf_counter()
         resumed = rewrite.write(progress)
         written = time.perf_counter()
@@ -116,6 +127,7 @@ def coalesce(
             alignment=plan.alignment,
             order=dict(order_note or _order_note(order)),
             layers=tuple(rewrite.entries()),
+            computed=computed,
         )
         out.commit([(manifest_path(target), manifest.encode())])
     return Report(target, plan.size, plan.blocks, written - started, verified - written, resumed)
@@ -124,8 +136,11 @@ def coalesce(
 class _Rewrite:
     """One run over the blocks of a plan. A block's unit is its number, layers in order."""
 
-    def __init__(self, plan: Plan, shards: Sequence[Shard], out: Output) -> None:
+    def __init__(
+        self, plan: Plan, shards: Sequence[Shard], out: Output, computer: Computer | None
+    ) -> None:
         self.plan = plan
+        self.computer = computer
         self.paths = [shard.path for shard in shards]
         self.out = out
         self.sums: dict[int, str] = dict(out.done)
@@ -143,7 +158,8 @@ class _Rewrite:
         with Progress("writing", total, shown=progress) as bar:
             bar.skip(total - sum(w.nbytes for job in self._jobs(self.sums) for w in job))
             try:
-                work_through(self._jobs(self.out.done), lambda: self._writer(bar), THREADS)
+                threads = THREADS if self.computer is None else self.computer.threads
+                work_through(self._jobs(self.out.done), lambda: self._writer(bar), threads)
             except BaseException:
                 self._keep()
                 raise
@@ -170,13 +186,14 @@ class _Rewrite:
             )
 
     def _writer(self, bar: Progress):
-        gatherer, buffer = Gatherer(self.paths), aligned_buffer(WINDOW_BYTES)
+        filler: Filler = self.computer or Gatherer(self.paths)
+        buffer = aligned_buffer(WINDOW_BYTES)
 
         def do(job: tuple[Window, ...]) -> None:
             hasher = xxhash.xxh3_128()
             for window in job:
                 part = buffer[: window.nbytes]
-                gatherer.fill(window, part)
+                filler.fill(window, part)
                 sums = _sums(window, part, hasher)
                 self.out.write(memoryview(part), window.offset)
                 bar.advance(window.nbytes)
@@ -289,9 +306,11 @@ def _check_unchanged(checkpoint: Checkpoint, out: Output) -> None:
             raise OutputError("the source changed while it was read", path=shard.path)
 
 
-def _resume_stamp(plan: Plan, source: Source) -> str:
+def _resume_stamp(plan: Plan, source: Source, computed: Mapping[str, Any] | None) -> str:
     """SHA-256 over all that decides the bytes, the source's times and samples included."""
     digest = hashlib.sha256(plan.stamp().encode())
+    if computed is not None:
+        digest.update(json.dumps(computed, sort_keys=True).encode())
     known = [[s.file, s.size, s.mtime_ns, s.header_sha256, s.sample_sha256] for s in source.shards]
     digest.update(json.dumps(known).encode())
     return digest.hexdigest()

@@ -11,6 +11,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -77,6 +78,23 @@ def aligned_buffer(size: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
+class Filler(Protocol):
+    """Where the bytes of blocks come from."""
+
+    def fill(self, window: Window, out: np.ndarray) -> None:
+        """Put the bytes of ``window`` into ``out`` (uint8, one dimension), padding as zeros."""
+
+
+class Computer(Filler, Protocol):
+    """Computes experts that are no ranges of the files; ``note`` says in the manifest how.
+
+    It works in the order of the layers, on the calling thread (``threads`` is 0).
+    """
+
+    note: dict[str, Any]
+    threads: int
+
+
 class Gatherer:
     """Fills windows from shards. One a thread: it owns a bounce buffer of 8 MiB."""
 
@@ -140,10 +158,7 @@ def _runs(window: Window) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
     """The window's reads, each (shard, first byte, [(place in the window, bytes), …])."""
     layer, width = window.layer, window.hi - window.lo
     segments = []
-    for p, (piece, at) in enumerate(zip(layer.source.pieces, layer.piece_offsets, strict=True)):
-        first, last = max(window.lo, at), min(window.hi, at + piece.nbytes)
-        if first >= last:
-            continue
+    for p, at, first, last in pieces_in(window):
         shards = layer.source.files[p]
         offsets = layer.source.offsets[p]
         for i, expert in enumerate(window.experts):
@@ -165,6 +180,16 @@ def _runs(window: Window) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
             begin, end, place, length = begin + taken, end + taken, place + taken, length - taken
     if parts:
         yield shard, start, parts
+
+
+def pieces_in(window: Window) -> Iterator[tuple[int, int, int, int]]:
+    """The pieces that lie in ``window``: (number, its place in a block, first and last byte of
+    the block that are in the window)."""
+    layer = window.layer
+    for p, (piece, at) in enumerate(zip(layer.source.pieces, layer.piece_offsets, strict=True)):
+        first, last = max(window.lo, at), min(window.hi, at + piece.nbytes)
+        if first < last:
+            yield p, at, first, last
 
 
 def zero_padding(window: Window, out: np.ndarray) -> None:

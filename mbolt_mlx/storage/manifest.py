@@ -226,11 +226,9 @@ class _Reader:
                 "a side-file of another version", path=self.path, expected=VERSION,
                 found=version, hint="use a newer mbolt-mlx, or write the side-file again",
             )  # fmt: skip
-        if found.get("computed") is not None:
-            raise SideFileError(
-                "this side-file holds computed experts, which this version cannot use",
-                path=self.path,
-            )
+        computed = found.get("computed")
+        if computed is not None:
+            self.get(computed, "by", str, "computed")
         align = self.get(found, "alignment", dict)
         alignment = Alignment(
             self.count(align, "block", "alignment", 1), self.count(align, "piece", "alignment", 1)
@@ -248,6 +246,7 @@ class _Reader:
             alignment=alignment,
             order=order,
             layers=layers,
+            computed=computed,
         )
 
     def source(self, found: dict[str, Any]) -> Source:

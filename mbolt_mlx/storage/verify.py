@@ -16,7 +16,15 @@ from mbolt_mlx.core.errors import SideFileError, VerifyError
 from mbolt_mlx.core.workers import work_through
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.experts import ExpertLayer
-from mbolt_mlx.storage.gather import WINDOW_BYTES, Gatherer, Window, aligned_buffer, windows_of
+from mbolt_mlx.storage.gather import (
+    WINDOW_BYTES,
+    Computer,
+    Filler,
+    Gatherer,
+    Window,
+    aligned_buffer,
+    windows_of,
+)
 from mbolt_mlx.storage.locate import SideFile, open_side_file
 from mbolt_mlx.storage.manifest import LayerEntry, Manifest, manifest_path
 from mbolt_mlx.storage.plan import PlannedLayer
@@ -57,11 +65,13 @@ def verify(
     *,
     full: bool = True,
     progress: bool = True,
+    computer: Computer | None = None,
 ) -> VerifyReport:
     """Compare a side-file with the shards it was made of.
 
     Always: manifest, source stamp, header and geometry. ``full``: every byte of every piece, the
     padding, all checksums, and the manifest against its schema; otherwise 64 blocks spread evenly.
+    ``computer`` computes the layers that are no ranges of the shards once more.
 
     Raises:
         VerifyError: with the first difference: layer, expert, piece and byte of the side-file.
@@ -82,7 +92,7 @@ def verify(
         check_schema(manifest_path(path))
     planned = [_planned(layer, opened.manifest) for layer in layers]
     started = time.perf_counter()
-    comparison = _Comparison(path, planned, opened.manifest, checkpoint, full)
+    comparison = _Comparison(path, planned, opened.manifest, checkpoint, full, computer)
     comparison.run(progress)
     return VerifyReport(
         path=path,
@@ -121,8 +131,10 @@ class _Comparison:
         manifest: Manifest,
         checkpoint: Checkpoint,
         full: bool,
+        computer: Computer | None,
     ) -> None:
         self.path = path
+        self.computer = computer
         self.planned = planned
         self.entries = {entry.layer: entry for entry in manifest.layers}
         self.paths = [shard.path for shard in checkpoint.shards]
@@ -144,13 +156,14 @@ class _Comparison:
         total = sum(window.nbytes for job in self.jobs() for window in job)
         with Progress("comparing", total, shown=progress) as bar:
             try:
-                work_through(self.jobs(), lambda: self.worker(bar), THREADS)
+                threads = THREADS if self.computer is None else self.computer.threads
+                work_through(self.jobs(), lambda: self.worker(bar), threads)
             except _Stop:
                 # Jobs are handed out in order, so the first difference is among those found.
                 raise min(self._found, key=lambda d: d.offset).error from None
 
     def worker(self, bar: Progress):
-        gatherer = Gatherer(self.paths)
+        filler: Filler = self.computer or Gatherer(self.paths)
         wanted, stored = aligned_buffer(WINDOW_BYTES), aligned_buffer(WINDOW_BYTES)
 
         def do(job: tuple[Window, ...]) -> None:
@@ -159,7 +172,7 @@ class _Comparison:
             try:
                 for window in job:
                     want, have = wanted[: window.nbytes], stored[: window.nbytes]
-                    gatherer.fill(window, want)
+                    filler.fill(window, want)
                     files.pread_into(fd, [memoryview(have)], window.offset, path=str(self.path))
                     self.compare(window, want, have)
                     if window.nbytes < window.layer.block_bytes:

@@ -262,7 +262,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": {
         **_text(
             "minimax_m3", intermediate_size=WIDTH, dense_intermediate_size=96,
-            shared_intermediate_size=48, moe_layer_freq=[0, 1, 1],
+            shared_intermediate_size=WIDTH, moe_layer_freq=[0, 1, 1],
         ),
         "model_type": "minimax_m3_vl",
     },
@@ -336,9 +336,9 @@ METAL_ONLY = {"muse_spark"}
 REFUSED = {"dbrx": "separate modules"}
 
 
-def config_of(module: str) -> dict[str, Any]:
-    """The whole config of the small model of ``mlx_lm.models.<module>``."""
-    given = CONFIGS[module]
+def config_of(module: str, **more: Any) -> dict[str, Any]:
+    """The whole config of the small model of ``mlx_lm.models.<module>``, changed by ``more``."""
+    given = {**CONFIGS[module], **more}
     base = {} if "text_config" in given else _BASE
     return {"model_type": module, "torch_dtype": "float32", **base, **given}
 
@@ -364,13 +364,13 @@ def expert_modules() -> set[str]:
         found |= more
 
 
-def build(module: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:
+def build(module: str, seed: int = 0, **more: Any) -> tuple[Any, dict[str, Any]]:
     """The small model of ``module``, with random weights everywhere, and its config."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_unflatten
     from mlx_lm.utils import _get_classes
 
-    config = config_of(module)
+    config = config_of(module, **more)
     mx.random.seed(seed)
     model_class, args_class = _get_classes(json.loads(json.dumps(config)))
     model = model_class(args_class.from_dict(json.loads(json.dumps(config))))
