@@ -7,6 +7,7 @@ F_PREALLOCATE) is written from documentation and has not been run on a Mac.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import sys
 import time
@@ -20,7 +21,9 @@ MACOS = sys.platform == "darwin"
 IOV_MAX = 1024
 # One read of more than INT_MAX bytes, summed over its buffers, fails on macOS.
 READ_MAX = 1 << 30
+# What direct reads ask of offset, length and memory: at least the first, on some drives the second.
 DIRECT_ALIGN = 512
+DIRECT_ALIGN_MOST = 4096
 _RETRIES = 3
 _TRANSIENT = frozenset({errno.EIO, errno.EAGAIN, errno.ETIMEDOUT})
 
@@ -75,6 +78,21 @@ def open_cold(path: str | os.PathLike[str], *, drop: bool = True) -> tuple[int, 
         if drop:
             drop_cached(fd)
         return fd, False
+
+
+def direct_alignment(fd: int) -> int:
+    """Bytes to which ``fd``, open for direct reads, wants offsets, lengths and memory aligned.
+
+    Found by trying: a drive with sectors of 4096 bytes refuses half of one.
+    """
+    if MACOS:
+        return DIRECT_ALIGN_MOST  # less is read all the same, through the page cache
+    buffer = memoryview(mmap.mmap(-1, DIRECT_ALIGN_MOST))
+    try:
+        os.preadv(fd, [buffer[DIRECT_ALIGN : 2 * DIRECT_ALIGN]], DIRECT_ALIGN)
+    except OSError:
+        return DIRECT_ALIGN_MOST
+    return DIRECT_ALIGN
 
 
 def is_regular(fd: int) -> bool:
@@ -196,8 +214,8 @@ def _pread_slowly(fd: int, pending: list[memoryview], offset: int, path: str | N
                 offset=offset,
                 expected=f"{sum(map(len, pending))} more bytes",
             )
-        if DIRECT_ALIGN < got < size:
-            got -= got % DIRECT_ALIGN  # a direct read cannot go on anywhere else
+        if DIRECT_ALIGN_MOST < got < size:
+            got -= got % DIRECT_ALIGN_MOST  # a direct read cannot go on anywhere else
         offset += got
         while got and pending:
             taken = min(got, len(pending[0]))

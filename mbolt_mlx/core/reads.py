@@ -244,12 +244,13 @@ def _work(queue: SimpleQueue[tuple[Request, Batch] | None], paths: Mapping[int, 
 
 def _read_bounced(request: Request, bounce: memoryview) -> None:
     """Read through an aligned buffer: direct reads whose range or target is not aligned."""
+    align = files.DIRECT_ALIGN_MOST
     targets = iter(request.buffers)
     target = memoryview(b"")
     position, end = request.offset, request.offset + request.nbytes
     while position < end:
-        start = position - position % files.DIRECT_ALIGN
-        want = min(len(bounce), -(-(end - start) // files.DIRECT_ALIGN) * files.DIRECT_ALIGN)
+        start = position - position % align
+        want = min(len(bounce), -(-(end - start) // align) * align)
         got = files.pread_some(request.fd, bounce[:want], start, need=position - start + 1)
         piece = bounce[position - start : min(got, end - start)]
         position += len(piece)

@@ -29,6 +29,7 @@ class Fetcher:
         self.counts = PhaseStats()
         #: called with each layer's number and choices ``[tokens, top_k]``, while they are recorded
         self.note: Callable[[int, np.ndarray], None] | None = None
+        self._align = 0
         self._fds: list[int] = []
         self._paths: dict[int, str] = {}
         self._reader = reads.Reader(threads, self._paths)
@@ -44,7 +45,9 @@ class Fetcher:
         for path in self.store.files:
             self._fds.append(files.open_read(path, direct=self.direct))
             self._paths[self._fds[-1]] = str(path)
-            if not self.direct:
+            if self.direct:
+                self._align = max(self._align, files.direct_alignment(self._fds[-1]))
+            else:
                 files.advise_random(self._fds[-1])
 
     @property
@@ -60,7 +63,7 @@ class Fetcher:
         batch: reads.Batch,
     ) -> None:
         """Begin to read ``experts`` of the layer into the slots ``into``, as part of ``batch``."""
-        requests = slots.requests(self._fds, experts, into, direct=self.direct)
+        requests = slots.requests(self._fds, experts, into, align=self._align)
         runs = len(slots.store.runs)
         if len(requests) > 1:
             requests = reads.merge(requests)

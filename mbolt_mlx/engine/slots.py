@@ -8,13 +8,13 @@ expert's bytes in place: no copy, no allocation for a miss.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 
-from mbolt_mlx.core import files
 from mbolt_mlx.core.reads import JUNK, Request
 from mbolt_mlx.storage.experts import Piece
 from mbolt_mlx.storage.store import LayerStore, Run
@@ -114,12 +114,18 @@ class LayerSlots:
         return all(pool.aliased for pool in self._pools)
 
     def requests(
-        self, fds: Sequence[int], experts: Sequence[int], slots: Sequence[int], *, direct: bool
+        self, fds: Sequence[int], experts: Sequence[int], slots: Sequence[int], *, align: int
     ) -> list[Request]:
-        """The reads that bring ``experts`` into ``slots``, not merged yet."""
+        """The reads that bring ``experts`` into ``slots``, not merged yet.
+
+        Args:
+            fds: open files, in the store's order.
+            experts, slots: what to read, and where to.
+            align: bytes to which direct reads are aligned; 0 where reads are not direct.
+        """
         out = []
         for number, run in enumerate(self.store.runs):
-            bounce = direct and not self._straight[number]
+            bounce = bool(align and self._align[number] % align)
             for expert, slot in zip(experts, slots, strict=True):
                 targets = self._targets[number][slot] or self._aim(number, slot)
                 offset = run.offsets[expert]
@@ -130,7 +136,7 @@ class LayerSlots:
                         targets,
                         run.nbytes,
                         (expert,),
-                        bounce or (direct and offset % files.DIRECT_ALIGN != 0),
+                        bounce or bool(align and offset % align),
                     )
                 )
         return out
@@ -161,12 +167,15 @@ class LayerSlots:
         """Look up where each piece of each slot lies in memory."""
         self._views = [[memoryview(row) for row in pool.window] for pool in self._pools]
         self._targets = [[None] * self.count for _ in self.store.runs]
-        self._straight = [self._is_straight(run) for run in self.store.runs]
+        self._align = [self._aligned_to(run) for run in self.store.runs]
 
-    def _is_straight(self, run: Run) -> bool:
-        """Whether a direct read can fill the slots themselves: all lengths are aligned."""
+    def _aligned_to(self, run: Run) -> int:
+        """The bytes to which all of a run's pieces are aligned, in the file and in the slots.
+
+        A direct read that is satisfied with it can fill the slots themselves.
+        """
         sizes = [self.store.pieces[p].nbytes for p in run.pieces]
-        return all(n % files.DIRECT_ALIGN == 0 for n in [*sizes, *run.starts])
+        return math.gcd(mmap.PAGESIZE, *sizes, *run.starts)
 
     def _aim(self, number: int, slot: int) -> list[memoryview]:
         run = self.store.runs[number]
