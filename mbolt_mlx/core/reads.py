@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import ReadError
@@ -187,6 +187,7 @@ class Reader:
         self.threads = threads
         self._paths = paths if paths is not None else {}
         self._queue: SimpleQueue[tuple[Request, Batch] | None] = SimpleQueue()
+        self._bounce: memoryview | None = None
         self._started = False
         self._lock = threading.Lock()
 
@@ -198,6 +199,23 @@ class Reader:
         for request in requests:
             batch.left += 1
             put((request, batch))
+
+    def help(self, batch: Batch) -> None:
+        """Read in the calling thread too, until nothing of ``batch`` waits to begin.
+
+        For a caller that needs all of it: one thread fewer to wake, and none to wait for.
+        """
+        while batch.left:
+            try:
+                work = self._queue.get_nowait()
+            except Empty:
+                return
+            if work is None:
+                self._queue.put(None)
+                return
+            if self._bounce is None and work[0].bounce:
+                self._bounce = aligned_buffer(_BOUNCE)
+            _do(*work, self._paths, self._bounce)
 
     def close(self) -> None:
         """End the threads once they have finished what was started."""
@@ -224,22 +242,28 @@ def _work(queue: SimpleQueue[tuple[Request, Batch] | None], paths: Mapping[int, 
     files.raise_thread_priority()
     bounce: memoryview | None = None
     while (work := queue.get()) is not None:
-        request, batch = work
-        if not batch.begins(request):
-            continue
-        try:
-            if request.bounce:
-                if bounce is None:
-                    bounce = aligned_buffer(_BOUNCE)
-                _read_bounced(request, bounce)
-            else:
-                files.pread_into(request.fd, request.buffers, request.offset)
-        except BaseException as error:  # handed to the thread that waits
-            if isinstance(error, ReadError) and error.path is None:
-                error.path = paths.get(request.fd)
-            request.error = error
-        batch.finished(request)
-        del work, request, batch
+        if bounce is None and work[0].bounce:
+            bounce = aligned_buffer(_BOUNCE)
+        _do(*work, paths, bounce)
+        del work
+
+
+def _do(
+    request: Request, batch: Batch, paths: Mapping[int, str], bounce: memoryview | None
+) -> None:
+    """Carry out one request and report it."""
+    if not batch.begins(request):
+        return
+    try:
+        if request.bounce and bounce is not None:
+            _read_bounced(request, bounce)
+        else:
+            files.pread_into(request.fd, request.buffers, request.offset)
+    except BaseException as error:  # handed to the thread that waits
+        if isinstance(error, ReadError) and error.path is None:
+            error.path = paths.get(request.fd)
+        request.error = error
+    batch.finished(request)
 
 
 def _read_bounced(request: Request, bounce: memoryview) -> None:

@@ -86,9 +86,12 @@ class Fetcher:
             ReadError: when the drive failed; the batch has ended by then.
         """
         complete: list[int] = []
-        step = batch.left if count >= batch.tags_left else 1
         start = perf_counter()
+        step = 1
         try:
+            if count >= batch.tags_left:
+                self._reader.help(batch)
+                step = batch.left
             while len(complete) < count and batch.left:
                 for request in batch.take(step):
                     if not batch.parts:

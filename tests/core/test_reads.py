@@ -182,11 +182,11 @@ def test_a_bounced_read_that_comes_back_short_goes_on(file, direct, monkeypatch)
 
     def short(fd, buffers, offset):
         got = real(fd, buffers, offset)
-        return min(got, max(1, 512 * pick.randint(0, 3) + pick.randint(-3, 3)))
+        return min(got, max(1, 512 * pick.randint(4, 24) + pick.randint(-3, 3)))
 
     monkeypatch.setattr(files.os, "preadv", short)
     one = request(direct, 1234, 7000, 3, 9000)
-    reads._read_bounced(one, reads.aligned_buffer(4096))
+    reads._read_bounced(one, reads.aligned_buffer(16384))
     assert content(one) == data[1234 : 1234 + 16_003]
 
 
@@ -256,8 +256,8 @@ class Faulty:
 @pytest.mark.parametrize("bounce", [False, True])
 def test_a_read_that_fails_once_is_fine(file, opened, reader, monkeypatch, bounce):
     _, data = file
-    Faulty(monkeypatch, {1024, 5120}, times=1)
-    requests = [request(opened, 1024 * n, 1000, bounce=bounce) for n in range(10)]
+    Faulty(monkeypatch, {4096, 20480}, times=1)
+    requests = [request(opened, 4096 * n, 1000, bounce=bounce) for n in range(10)]
     read_all(reader, requests)
     assert all(content(r) == data[r.offset : r.offset + 1000] for r in requests)
 
@@ -268,8 +268,8 @@ def test_a_read_that_fails_for_good_lets_the_others_end_and_names_file_and_byte(
 ):
     path, data = file
     drive = Faulty(monkeypatch, {0}, times=1000)
-    requests = [request(opened, 1024 * n, 1000, tag=n, bounce=bounce) for n in range(30)]
-    drive.slow = {1024 * 28, 1024 * 29}
+    requests = [request(opened, 4096 * n, 1000, tag=n, bounce=bounce) for n in range(30)]
+    drive.slow = {4096 * 28, 4096 * 29}
     batch = Batch()
     reader.start(requests, batch)
     with pytest.raises(ReadError) as caught:
