@@ -74,7 +74,7 @@ def print_stats(model: Any) -> None:
     stats = mbolt_mlx.stats(model)
     peak = {"process": peak_rss_bytes(), "MLX": mx.get_peak_memory()}
     lines = table(stats, peak)
-    law = speed_law(stats, engine_of(model)._fetcher.store)
+    law = speed_law(stats, engine_of(model).store)
     if law is not None:
         lines.append(law_line(law))
     print("\n".join(lines), file=sys.stderr)

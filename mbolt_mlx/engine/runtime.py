@@ -20,6 +20,7 @@ from mbolt_mlx.engine.fetch import Fetcher
 from mbolt_mlx.engine.layer import OffloadedLayer
 from mbolt_mlx.engine.stats import PhaseStats, Stats
 from mbolt_mlx.engine.switch import rebind
+from mbolt_mlx.storage.store import Store
 
 
 class Ceiling:
@@ -112,31 +113,35 @@ class Engine:
             self._last.seconds += now - self._last_end
 
     def _keep_within(self, tokens: int, context: int) -> None:
-        over = self._ceiling.excess(tokens, context)
-        if over <= 0:
-            return
+        """Give up slots until a forward fits under the limit.
+
+        Raises:
+            MemoryLimitError: if it does not with the fewest slots.
+        """
+        while (over := self._ceiling.excess(tokens, context)) > 0:
+            if not self._give_up(over):
+                raise MemoryLimitError(
+                    f"a forward of {tokens} tokens over {context} positions does not fit",
+                    expected=f"at most {format_size(self._ceiling.limit)}",
+                    found=format_size(self._ceiling.limit + over),
+                    hint="raise --memory-limit, or lower --prefill-step-size or the context",
+                )
+
+    def _give_up(self, nbytes: int) -> bool:
+        """Shrink every layer by its share of ``nbytes``; False where none can shrink."""
+        shrunk = False
         for container, layer, shape in sorted(self._layers, key=lambda item: -item[1].slots.nbytes):
             least = slots_for(shape.experts, shape.top_k, 0.0)
-            fair = -(-over // (len(self._layers) * shape.expert_bytes))
-            slots = max(least, layer.slots.count - fair)
+            share = -(-nbytes // (len(self._layers) * shape.expert_bytes))
+            slots = max(least, layer.slots.count - share)
             if slots < layer.slots.count:
                 self._torn = container
                 layer.shrink(slots)
                 self._mend()
-        mx.clear_cache()
-        self._stats.shrinks += 1
+                shrunk = True
+        self._stats.shrinks += shrunk
         self._note_slots()
-        over = self._ceiling.excess(tokens, context)
-        if over > 0 and all(
-            layer.slots.count <= slots_for(shape.experts, shape.top_k, 0.0)
-            for _, layer, shape in self._layers
-        ):
-            raise MemoryLimitError(
-                f"a forward of {tokens} tokens over {context} positions does not fit",
-                expected=f"at most {format_size(self._ceiling.limit)}",
-                found=format_size(self._ceiling.limit + over),
-                hint="raise --memory-limit, or lower --prefill-step-size or the context",
-            )
+        return shrunk
 
     def _mend(self) -> None:
         """Point a container at its slots again after they shrank, now or before an interrupt."""
@@ -151,6 +156,11 @@ class Engine:
         self._stats.slots = {
             layer.slots.store.layer: layer.slots.count for _, layer, _ in self._layers
         }
+
+    @property
+    def store(self) -> Store:
+        """The files that the experts are read from."""
+        return self._fetcher.store
 
     def stats(self) -> Stats:
         """A copy of the counts so far."""
