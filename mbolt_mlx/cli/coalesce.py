@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import MboltError, UsageError
 from mbolt_mlx.core.sizes import format_size
+from mbolt_mlx.profile.perms import read_perms, tier_hints
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.coalesce import coalesce
+from mbolt_mlx.storage.experts import ExpertLayer
 from mbolt_mlx.storage.locate import default_side_file
+from mbolt_mlx.storage.plan import Hints
 
 HELP = "write a model's experts as one block each, so that a miss is one read"
 ASK_FROM = 20 * 10**9
@@ -32,6 +37,18 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-y", "--yes", action="store_true", help="do not ask before writing 20 GB and more"
+    )
+    parser.add_argument(
+        "--order",
+        metavar="PERMS.json",
+        help="write the blocks in the order of this profile, and its heat into the manifest "
+        "(`mbolt-mlx cluster` makes one; default: by expert number)",
+    )
+    parser.add_argument(
+        "--order-kind",
+        choices=["chain", "clique", "heat"],
+        default="chain",
+        help="which of the profile's orders (default: %(default)s)",
     )
     parser.add_argument(
         "--force", action="store_true", help="replace a side-file of another source, or a good one"
@@ -87,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
             revision=_revision(args, folder),
             before=before,
             computer=computer,
+            **_profile(args, layers),
         )
     except KeyboardInterrupt:
         say("stopped; run the same command again to go on from here")
@@ -103,6 +121,33 @@ def run(args: argparse.Namespace) -> int:
     if not args.no_verify:
         say(f"read back and compared in {report.verify_seconds:.1f} s: all blocks as written")
     return 0
+
+
+def _profile(args: argparse.Namespace, layers: Sequence[ExpertLayer]) -> dict[str, Any]:
+    """What ``--order`` adds to the rewrite.
+
+    Raises:
+        UsageError: when the profile is of a model with other experts.
+    """
+    if args.order is None:
+        return {}
+    perms = read_perms(args.order)
+    wanted = {y.layer: y.experts for y in layers}
+    if perms.experts != wanted:
+        layer = min(y for y in {*perms.experts, *wanted} if perms.experts.get(y) != wanted.get(y))
+        raise UsageError(
+            f"--order: the profile is of another model: layer {layer} has other experts",
+            path=args.order,
+            expected=wanted.get(layer, 0),
+            found=perms.experts.get(layer, 0),
+        )
+    return {
+        "order": perms.order(args.order_kind),
+        "order_note": {"kind": args.order_kind, "profile_sha256": perms.sha256},
+        "hints": {
+            layer: Hints(tuple(heat), tuple(tier_hints(heat))) for layer, heat in perms.heat.items()
+        },
+    }
 
 
 def _name(model: str) -> str:

@@ -114,7 +114,17 @@ def open_headers(name: str, *, revision: str | None = None) -> Headers:
     folder = names.resolve(name, revision=revision)
     checkpoint = Checkpoint.open(folder)
     label = name if repository else Path(folder).name
-    return Headers(label, checkpoint, find_experts(checkpoint), False)
+    return Headers(label, checkpoint, _experts(checkpoint), False)
+
+
+def _experts(checkpoint: Checkpoint) -> tuple[ExpertLayer, ...]:
+    """By their names where those say it; else as mlx-lm would build the model."""
+    try:
+        return find_experts(checkpoint)
+    except UnsupportedError:
+        from mbolt_mlx.engine.locate import experts_of
+
+        return experts_of(checkpoint)
 
 
 def _repository(name: str) -> str | None:

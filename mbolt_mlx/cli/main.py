@@ -35,6 +35,7 @@ COMMANDS = {
     "probe": "mbolt_mlx.cli.probe",
     "trace-stats": "mbolt_mlx.cli.trace_stats",
     "cluster": "mbolt_mlx.cli.cluster",
+    "profile": "mbolt_mlx.cli.profile",
     "simulate": "mbolt_mlx.cli.simulate",
     "gate": "mbolt_mlx.cli.gate",
     "plot": "mbolt_mlx.cli.plot",

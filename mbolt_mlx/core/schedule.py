@@ -117,6 +117,15 @@ def carry_out(resident: ResidentSet, step: Step) -> list[int]:
     return resident.place_all(step.read, ())
 
 
+def hottest(heat: Sequence[float], slots: int) -> list[int]:
+    """The ``slots`` experts of the highest ``heat``, the coldest of them first.
+
+    In this order the hottest counts as used last.
+    """
+    order = sorted(range(len(heat)), key=lambda e: -heat[e])
+    return order[:slots][::-1]
+
+
 def by_place(files: Sequence[int], offsets: Sequence[int]) -> Callable[[list[int]], list[int]]:
     """A sorter of experts by the file and byte where each begins."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mbolt_mlx.core.reads import Batch
 from mbolt_mlx.core.residency import ABSENT, ResidentSet
-from mbolt_mlx.core.schedule import CallPlan, Step, carry_out, plan_call
+from mbolt_mlx.core.schedule import CallPlan, Step, carry_out, hottest, plan_call
 from mbolt_mlx.engine.fetch import Fetcher
 from mbolt_mlx.engine.rows import Compute, ManyTokens, OneToken, Rows
 from mbolt_mlx.engine.slots import LayerSlots
@@ -161,7 +161,14 @@ class OffloadedLayer:
 
     def fill(self) -> None:
         """Read every expert into the slot of its own number (layers that fit whole)."""
-        experts = list(range(self.slots.store.experts))
+        self._read_now(list(range(self.slots.store.experts)))
+
+    def seed(self) -> None:
+        """Read the experts that a profile found hottest; does nothing where there is none."""
+        if self.slots.store.heat is not None:
+            self._read_now(hottest(self.slots.store.heat, self.slots.count))
+
+    def _read_now(self, experts: list[int]) -> None:
         batch = Batch()
         try:
             self.read(Step(experts, []), batch)

@@ -277,12 +277,15 @@ def _direct(asked: bool | None, store: Store, weights: int) -> bool:
 
 
 def _fill(layers: Sequence[OffloadedLayer]) -> None:
-    """Read the layers that fit whole."""
-    whole = [layer for layer in layers if layer.whole]
-    total = sum(layer.slots.nbytes for layer in whole)
+    """Read the layers that fit whole, and of the others what a profile found hottest."""
+    todo = [layer for layer in layers if layer.whole or layer.slots.store.heat is not None]
+    total = sum(layer.slots.nbytes for layer in todo)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="experts", disable=None, leave=False
     ) as bar:
-        for layer in whole:
-            layer.fill()
+        for layer in todo:
+            if layer.whole:
+                layer.fill()
+            else:
+                layer.seed()
             bar.update(layer.slots.nbytes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,59 @@ def _layer(layer: int, info: LayerInfo, rows: np.ndarray) -> dict[str, Any]:
             "pairs_over_1_5": int((seen >= _CLIQUE_MIN_LIFT).sum()),
         },
     }
+
+
+def tier_hints(heat: Sequence[float]) -> list[int]:
+    """0, 1 or 2 for each expert, by heat: the fewest that make half of the uses are 0 (hot), those
+    up to nine tenths 1, the rest 2 (cold). Without any use, all are 2."""
+    total, so_far = sum(heat), 0.0
+    tiers = [2] * len(heat)
+    for expert in cluster.heat_order(np.asarray(heat)):
+        if not heat[expert]:
+            break
+        tiers[expert] = 0 if so_far < 0.5 * total else 1 if so_far < 0.9 * total else 2
+        so_far += heat[expert]
+    return tiers
+
+
+def in_file_order(
+    order: Mapping[int, Sequence[int]],
+    heat: Mapping[int, Sequence[float]],
+    *,
+    model: str = "",
+    kind: str = "chain",
+) -> Perms:
+    """The profile that a side-file carries: the order of its blocks, and their heat if known.
+
+    Every order that the file does not have is left to heat, and to the order of ids without it.
+    """
+    layers = []
+    for layer, blocks in order.items():
+        known = list(heat.get(layer, [0.0] * len(blocks)))
+        entry = {f"{name}_perm": list(blocks) for name in ("clique", "chain")}
+        entry["heat_perm"] = list(blocks) if kind == "heat" else cluster.heat_order(np.array(known))
+        layers.append(
+            {
+                "layer": layer,
+                **entry,
+                "heat": known,
+                "heat_entropy_bits": entropy_bits(np.array(known)),
+                "max_entropy_bits": round(math.log2(len(blocks)), 6),
+            }
+        )
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": model,
+        "order": kind,
+        "n_layers": len(layers),
+        "n_expert": max(len(blocks) for blocks in order.values()),
+        "n_tokens": 0,
+        "train_frac": 1.0,
+        "train_tokens": 0,
+        "layers": layers,
+    }
+    return Perms(document, hashlib.sha256(_encode(document)).hexdigest())
 
 
 def entropy_bits(heat: np.ndarray) -> float:

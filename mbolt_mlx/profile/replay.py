@@ -1,7 +1,8 @@
 """Replay a trace: what an engine with so much memory would hit, miss and read.
 
 A layer's own slots are replayed with the engine's own classes, the policies and the resident set
-of `core.residency` and the plan of a call of `core.schedule`, so the counts are the engine's.
+of `core.residency` and the plan of a call of `core.schedule`, so the counts are the engine's. Like
+there, a layer that fits whole counts nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mbolt_mlx.core.budget import LayerShape, slots_at, slots_within
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.reads import Request
 from mbolt_mlx.core.residency import ResidentSet, make_policy
-from mbolt_mlx.core.schedule import by_place, carry_out, plan_call
+from mbolt_mlx.core.schedule import by_place, carry_out, hottest, plan_call
 from mbolt_mlx.profile.belady import belady
 from mbolt_mlx.profile.counts import Counts, PassCounts
 from mbolt_mlx.profile.layout import Readable, reads_of, requests_of
@@ -140,8 +141,8 @@ def _by_layer(
         counts = Counts(tokens=one.tokens)
         for layer, tokens in one.chosen.items():
             resident = sets[layer]
-            if not len(tokens):
-                continue
+            if not len(tokens) or resident.slots >= trace.layers[layer].experts:
+                continue  # what fits whole is read once, at load, and counted nowhere
             evicted = resident.evictions
             plan = plan_call(resident, tokens, sort[layer])
             counts.hits += len(plan.hits)
@@ -162,8 +163,7 @@ def _seed(sets: Mapping[int, ResidentSet], heat: Mapping[int, Sequence[float]] |
     """Begin with the hottest experts in memory; reading them is not counted."""
     for layer, worth in (heat or {}).items():
         if layer in sets:
-            order = np.argsort(-np.asarray(worth, dtype=float), kind="stable")
-            sets[layer].place_all(order[: sets[layer].slots].tolist(), ())
+            sets[layer].place_all(hottest(worth, sets[layer].slots), ())
 
 
 def _count_reads(
@@ -190,6 +190,8 @@ def _optimum(trace: Trace, setup: Setup) -> PassCounts:
         [one.phase for one in trace.passes], [Counts(one.tokens) for one in trace.passes]
     )
     for layer, info in trace.layers.items():
+        if slots[layer] >= info.experts:
+            continue
         numbers = [n for n, one in enumerate(trace.passes) if len(one.chosen.get(layer, ()))]
         calls = [np.unique(trace.passes[n].chosen[layer]) for n in numbers]
         found = belady(calls, info.experts, slots[layer])

@@ -32,7 +32,7 @@ from mbolt_mlx.storage.gather import (
     windows_of,
 )
 from mbolt_mlx.storage.manifest import Manifest, manifest_path
-from mbolt_mlx.storage.plan import Plan, make_plan, side_file_bytes
+from mbolt_mlx.storage.plan import Hints, Plan, make_plan, side_file_bytes
 from mbolt_mlx.storage.progress import Progress
 from mbolt_mlx.storage.stamp import Source, source_of
 from mbolt_mlx.storage.target import check_target, existing
@@ -72,6 +72,7 @@ def coalesce(
     resume: bool = True,
     order: Mapping[int, Sequence[int]] | None = None,
     order_note: Mapping[str, Any] | None = None,
+    hints: Mapping[int, Hints] | None = None,
     verify: bool = True,
     force: bool = False,
     name: str | None = None,
@@ -88,6 +89,7 @@ def coalesce(
     Args:
         order: by layer number, expert ids in the order in which their blocks shall lie.
         order_note: what the manifest says of it (``kind``, ``profile_sha256``).
+        hints: by layer number, what a profile says of its experts, for the manifest.
         force: replace the side-file of another source, or rewrite one that matches.
         name, revision: of the model, for the manifest.
         before: called with the bytes of the side-file and the bytes free on its drive, when all
@@ -101,7 +103,7 @@ def coalesce(
     """
     target = Path(output)
     check_target(target, checkpoint)
-    plan = make_plan(layers, source_of(checkpoint).stamp, order)
+    plan = make_plan(layers, source_of(checkpoint).stamp, order, hints)
     found = existing(target, checkpoint, layers, plan, force=force)
     if found is not None:
         return Report(target, plan.size, plan.blocks, 0.0, 0.0, plan.blocks, already=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,14 @@ TENSOR_SUFFIX = ".blocks"
 _NO_DIGEST = "0" * 64
 
 
+@dataclass(frozen=True)
+class Hints:
+    """What a profile says of a layer, by expert: how often it is used, and 0 hot to 2 cold."""
+
+    heat: tuple[float, ...]
+    tier_hint: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedLayer:
     """A layer's place: ``starts`` (int64) are the blocks' first bytes by original expert id."""
@@ -44,6 +52,8 @@ class PlannedLayer:
     start: int
     starts: np.ndarray
     sequence: np.ndarray  # expert ids in file order
+    heat: tuple[float, ...] | None = None
+    tier_hint: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +75,8 @@ class PlannedLayer:
             offsets=self.starts,
             checksums=tuple(checksums),
             pieces=pieces,
+            heat=self.heat,
+            tier_hint=self.tier_hint,
         )
 
 
@@ -106,6 +118,7 @@ def make_plan(
     layers: Sequence[ExpertLayer],
     source_stamp: str,
     order: Mapping[int, Sequence[int]] | None = None,
+    hints: Mapping[int, Hints] | None = None,
 ) -> Plan:
     """Lay ``layers`` out one after the other.
 
@@ -114,9 +127,10 @@ def make_plan(
         source_stamp: the stamp of the source, kept in the side-file's header.
         order: by layer number, the expert ids in the order in which their blocks lie; a layer
             that is absent keeps the order of the ids.
+        hints: by layer number, what a profile says of its experts.
 
     Raises:
-        UsageError: when an order is not a permutation of a layer's experts.
+        UsageError: when an order or a hint is not one of the layer's experts.
     """
     sequences = [_sequence(layer, order) for layer in layers]
     shapes = [_block(layer) for layer in layers]
@@ -135,16 +149,19 @@ def make_plan(
     for p in planned:
         starts = p.starts + data_start
         starts.setflags(write=False)
+        found = (hints or {}).get(p.source.layer)
+        if found is not None and len(found.heat) != p.source.experts:
+            raise UsageError(
+                f"the heat of layer {p.source.layer} is not that of its {p.source.experts} experts"
+            )
         placed.append(
-            PlannedLayer(
-                p.source,
-                p.piece_offsets,
-                p.piece_align,
-                p.block_bytes,
-                p.start + data_start,
-                starts,
-                p.sequence,
-            )  # fmt: skip
+            replace(
+                p,
+                start=p.start + data_start,
+                starts=starts,
+                heat=found and found.heat,
+                tier_hint=found and found.tier_hint,
+            )
         )
     return Plan(tuple(placed), data_start, data_start + relative, source_stamp)
 

@@ -47,6 +47,7 @@ class LayerStore:
         experts: how many.
         pieces: what each is made of.
         runs: how each is read.
+        heat: by expert, how often a profile saw it used, where the side-file says.
     """
 
     layer: int
@@ -54,6 +55,7 @@ class LayerStore:
     experts: int
     pieces: tuple[Piece, ...]
     runs: tuple[Run, ...]
+    heat: tuple[float, ...] | None = None
 
     @property
     def expert_bytes(self) -> int:
@@ -120,5 +122,7 @@ def from_side_file(side_file: SideFile, layers: Sequence[ExpertLayer]) -> Store:
             files=(0,) * layer.experts,
             offsets=tuple(int(o) for o in entry.offsets),
         )
-        stores.append(LayerStore(layer.layer, layer.module, layer.experts, layer.pieces, (run,)))
+        stores.append(
+            LayerStore(layer.layer, layer.module, layer.experts, layer.pieces, (run,), entry.heat)
+        )
     return Store((Path(side_file.path),), tuple(stores), Path(side_file.path))

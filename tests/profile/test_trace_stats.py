@@ -20,7 +20,7 @@ def test_figures_by_hand():
     assert found["working_set"] == {"1": 2.0, "4": 4.0}
     assert found["token_bytes"] == 200 and found["never_used"] == 0
     assert found["hit_rates"]["lru"]["0.5"] == 0.5
-    assert found["hit_rates"]["belady"]["1"] == 0.5
+    assert found["hit_rates"]["belady"]["1"] == 1.0
     (layer,) = found["by_layer"]
     assert layer["hottest"][:2] == [0, 1]
     # Expert 0 fires with every token: being with it is no sign of anything.
