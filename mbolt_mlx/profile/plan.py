@@ -38,8 +38,10 @@ RESIDENTS = (0.1, 0.2, 0.3, 0.5, 1.0)
 # Decode hits by the share of experts in memory: Qwen3-235B, least recently used, slots a layer, as
 # published; nothing and everything added. A stand-in where there is no trace.
 CURVE = ((0.0, 0.0), (0.05, 0.34), (0.2, 0.74), (0.45, 0.93), (1.0, 1.0))
-# What Python, MLX and mlx-lm take before a model is loaded.
-PROCESS_BYTES = 200 << 20
+# What Python, MLX, mlx-lm and a tokenizer take, and what they take before a model is loaded, which
+# is where the loader's budget starts (measured on Linux with mlx 0.32).
+PROCESS_BYTES = 112 << 20
+PROCESS_BEFORE = 75 << 20
 # Waiting for the router's choice, a layer and token.
 READBACK_S = 0.25e-3
 DEFAULT_MEMORY_RATE = 60e9
@@ -130,12 +132,11 @@ def make_plan(
         trace = _with_sizes(trace, model)
     shapes = list(model.layers.values())
     rows = [_row(model, assume, slots_at(shapes, r), r, trace, perms) for r in residents]
-    least = _memory(model, assume, slots_at(shapes, 0.0))
+    least = _reserved(model, assume) + slot_bytes(shapes, slots_at(shapes, 0.0))
     fits, reason = None, None
     if memory is not None:
-        spare = memory - _memory(model, assume, [0] * len(shapes))
         try:
-            slots = slots_within(shapes, spare)
+            slots = slots_within(shapes, memory - _reserved(model, assume))
         except MemoryLimitError:
             reason = (
                 f"{format_size(memory)} is too little: at least {format_size(least)} are needed"
@@ -176,17 +177,22 @@ def curve_hit_rate(resident: float) -> float:
     return float(np.interp(resident, x, y))
 
 
-def _memory(model: Model, assume: Assumptions, slots: Sequence[int]) -> int:
-    """Peak bytes of the process: the budget of the engine, the process itself included."""
+def _context(model: Model, assume: Assumptions) -> int:
+    """Bytes of the KV cache and of what a prefill chunk uses and frees."""
     geometry = model.geometry
-    return (
-        PROCESS_BYTES
-        + model.dense_bytes
-        + slot_bytes(list(model.layers.values()), slots)
-        + WORKING_BYTES
-        + assume.context * geometry.kv_bytes
-        + geometry.transient(min(assume.chunk, assume.context), assume.context)
-    )
+    chunk = min(assume.chunk, assume.context)
+    return assume.context * geometry.kv_bytes + geometry.transient(chunk, assume.context)
+
+
+def _reserved(model: Model, assume: Assumptions) -> int:
+    """What the loader keeps out of a memory limit before it gives the rest to slots."""
+    return PROCESS_BEFORE + model.dense_bytes + WORKING_BYTES + _context(model, assume)
+
+
+def _memory(model: Model, assume: Assumptions, slots: Sequence[int]) -> int:
+    """Peak bytes of the process."""
+    slotted = slot_bytes(list(model.layers.values()), slots)
+    return PROCESS_BYTES + model.dense_bytes + slotted + _context(model, assume)
 
 
 def _row(
@@ -290,8 +296,9 @@ def _assumed(assume: Assumptions, trace: Trace | None) -> list[str]:
             f"{READBACK_S * 1e3:g} ms a layer to read the router's choice back"
         )
     notes.append(
-        f"memory: {format_size(PROCESS_BYTES)} for Python and MLX, {format_size(WORKING_BYTES)} "
-        f"of working space, a context of {assume.context} positions in chunks of {assume.chunk}"
+        f"memory: {format_size(PROCESS_BYTES)} for Python and MLX, a context of {assume.context} "
+        f"positions in chunks of {assume.chunk}; a limit also keeps {format_size(WORKING_BYTES)} "
+        "of working space free"
     )
     return notes
 

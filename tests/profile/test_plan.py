@@ -78,8 +78,24 @@ def test_memory_is_the_engines_budget():
 def test_memory_gets_a_row_of_its_own_that_keeps_within_it():
     found = make_plan(model(), assume(), memory=600 * MB, residents=[0.2])
     (fits,) = [row for row in found["rows"] if "memory_limit" in row]
-    assert 590 * MB < fits["memory_bytes"] <= 600 * MB
+    assert 520 * MB < fits["memory_bytes"] <= 600 * MB
     assert "600.0 MB have room for" in found["verdict"]
+
+
+def test_the_slots_of_a_limit_are_the_loaders():
+    from mbolt_mlx.core import budget
+    from mbolt_mlx.engine.load import _slots
+    from mbolt_mlx.profile.plan import PROCESS_BEFORE
+
+    one = model(layers=5, experts=60)
+    for limit in (500 * MB, 700 * MB, 900 * MB):
+        used = PROCESS_BEFORE + one.dense_bytes
+        theirs = _slots(list(one.layers.values()), None, limit, used, one.geometry)
+        found = make_plan(one, Assumptions(), memory=limit, residents=[])
+        assert found["rows"][0]["slots_per_layer"] == pytest.approx(sum(theirs) / 5, abs=0.01)
+        assert found["rows"][0]["slot_bytes"] == budget.slot_bytes(
+            list(one.layers.values()), theirs
+        )
 
 
 def test_too_little_memory_is_said_with_the_least():
