@@ -81,10 +81,7 @@ def open_cold(path: str | os.PathLike[str], *, drop: bool = True) -> tuple[int, 
 
 
 def direct_alignment(fd: int) -> int:
-    """Bytes to which ``fd``, open for direct reads, wants offsets, lengths and memory aligned.
-
-    Found by trying: a drive with sectors of 4096 bytes refuses half of one.
-    """
+    """Bytes to which direct reads of ``fd`` must be aligned; found by trying."""
     if MACOS:
         return DIRECT_ALIGN_MOST  # less is read all the same, through the page cache
     buffer = memoryview(mmap.mmap(-1, DIRECT_ALIGN_MOST))
@@ -248,16 +245,6 @@ def pread_some(fd: int, buffer: memoryview, offset: int, *, need: int) -> int:
         failures += 1
         if got == 0 or failures >= _RETRIES:
             raise ReadError("the file ends too early", offset=offset, expected=f"{need} bytes")
-
-
-def raise_thread_priority() -> None:
-    """On macOS, ask for the performance cores in the calling thread; elsewhere nothing.
-
-    Threads do not inherit their maker's quality of service, and reads by a background one are
-    throttled.
-    """
-    if MACOS:
-        macos.prefer_fast_cores()
 
 
 def make_alias(fd: int, number: int) -> None:

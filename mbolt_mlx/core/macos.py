@@ -23,7 +23,11 @@ def reserve(fd: int, size: int) -> None:
 
 
 def prefer_fast_cores() -> None:
-    """Ask for the performance cores in the calling thread."""
+    """Ask for the performance cores in the calling thread.
+
+    Threads do not inherit their maker's quality of service, and reads by a background one are
+    throttled.
+    """
     ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_USER_INITIATED, 0)
 
 

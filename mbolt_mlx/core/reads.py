@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
-from mbolt_mlx.core import files
+from mbolt_mlx.core import files, macos
 from mbolt_mlx.core.errors import ReadError
 
 # A merged call stays short enough that the calls of a layer still run side by side.
@@ -239,7 +239,8 @@ class Reader:
 
 
 def _work(queue: SimpleQueue[tuple[Request, Batch] | None], paths: Mapping[int, str]) -> None:
-    files.raise_thread_priority()
+    if files.MACOS:
+        macos.prefer_fast_cores()
     bounce: memoryview | None = None
     while (work := queue.get()) is not None:
         if bounce is None and work[0].bounce:

@@ -1,11 +1,17 @@
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from mbolt_mlx.cli.inspect import _ranges
 from mbolt_mlx.cli.main import main
+from tests.makers import make_model
 from tests.storage.made import expert_tensors, model
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -38,7 +44,19 @@ def test_layers_that_differ_are_shown_apart(tmp_path, capsys):
     assert "layers 0, 2:" in out and "layers 1:" in out
 
 
-def test_side_file_shows_its_manifest(folder, tmp_path, capsys):
+def test_it_loads_no_mlx(folder):
+    code = (
+        "import sys\n"
+        "from mbolt_mlx.cli.main import main\n"
+        f"assert main(['inspect', {str(folder)!r}]) == 0\n"
+        "assert not {'mlx', 'mlx.core', 'mlx_lm', 'torch'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_side_file_shows_its_manifest(tmp_path, capsys):
+    folder = make_model(tmp_path / "m", layers=2, experts=4)
     main(["coalesce", "--model", str(folder), "-o", str(tmp_path / "s"), "-q"])
     assert main(["inspect", str(tmp_path / "s")]) == 0
     out = capsys.readouterr().out

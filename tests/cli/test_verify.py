@@ -2,12 +2,12 @@ import pytest
 
 from mbolt_mlx.cli.main import main
 from mbolt_mlx.storage.manifest import Manifest, manifest_path
-from tests.storage.made import model
+from tests.makers import make_model
 
 
 @pytest.fixture
 def pair(tmp_path):
-    folder, target = model(tmp_path / "m"), tmp_path / "s"
+    folder, target = make_model(tmp_path / "m", layers=2, experts=4), tmp_path / "s"
     assert main(["coalesce", "--model", str(folder), "-o", str(target), "-q"]) == 0
     return folder, target
 
@@ -46,7 +46,7 @@ def test_stale_pair_has_status_1_and_absent_file_2(pair, capsys):
 
 
 def test_default_is_the_side_file_in_the_cache(tmp_path, capsys):
-    folder = model(tmp_path / "m")
+    folder = make_model(tmp_path / "m", layers=2, experts=4)
     main(["coalesce", "--model", str(folder), "-q"])
     assert main(["verify", "--model", str(folder), "--full"]) == 0
 
