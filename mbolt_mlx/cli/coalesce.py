@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mbolt_mlx.cli.experts import open_experts
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import MboltError, UsageError
 from mbolt_mlx.core.sizes import format_size
@@ -64,7 +65,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the side-file that ``args`` ask for; returns the exit status."""
-    from mbolt_mlx.engine.compute import open_experts
     from mbolt_mlx.names import resolve
 
     folder = resolve(args.model, revision=getattr(args, "revision", None), progress=not args.quiet)

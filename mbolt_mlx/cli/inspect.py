@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mbolt_mlx.cli.experts import named_experts
 from mbolt_mlx.core.memory import total_memory
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.coalesce import estimate
-from mbolt_mlx.storage.experts import ExpertLayer, configs, find_experts
+from mbolt_mlx.storage.experts import ExpertLayer, configs
 from mbolt_mlx.storage.header import read_header_of
 from mbolt_mlx.storage.locate import check_header
 from mbolt_mlx.storage.manifest import Manifest, manifest_path
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
         folder = resolve(args.model, revision=args.revision, progress=sys.stderr.isatty())
         checkpoint = Checkpoint.open(folder)
-        found = describe_model(checkpoint, find_experts(checkpoint))
+        found = describe_model(checkpoint, named_experts(checkpoint))
         lines = _model_lines
         for warning in checkpoint.warnings:
             print(f"warning: {warning}", file=sys.stderr)
@@ -152,6 +153,7 @@ def _group(alike: list[ExpertLayer]) -> dict[str, Any]:
         "experts": first.experts,
         "block_bytes": first.block_bytes,
         "files_per_expert": max(_files_per_expert(y) for y in alike),
+        "computed": first.computed,
         "pieces": [
             {"name": p.name, "bytes": p.nbytes, "dtype": p.dtype, "shape": list(p.shape)}
             for p in first.pieces
@@ -234,6 +236,7 @@ def _print_group(group: dict[str, Any]) -> None:
     title = (
         f"layers {_ranges(group['layers'])}: {group['experts']} experts of "
         f"{format_size(group['block_bytes'])}, e.g. {group['module']}"
+        f"{', computed by mlx-lm' if group.get('computed') else ''}"
     )
     rows = [
         [p["name"], p["dtype"], "×".join(map(str, p["shape"])) or "1", str(p["bytes"])]

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from mbolt_mlx.cli.experts import open_experts
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.locate import default_side_file
@@ -40,7 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare what ``args`` name; returns 0, or raises with the first difference."""
-    from mbolt_mlx.engine.compute import open_experts
     from mbolt_mlx.names import resolve
 
     checkpoint = Checkpoint.open(

@@ -8,6 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
 from tqdm import tqdm
 
@@ -35,6 +36,7 @@ from mbolt_mlx.engine.runtime import Ceiling, Engine, attach
 from mbolt_mlx.engine.stats import Stats
 from mbolt_mlx.engine.swap import (
     activation_bytes,
+    check_backend,
     dense_bytes,
     evaluate,
     install,
@@ -104,7 +106,11 @@ def load(
         _check_adapter(Path(adapter_path), layers)
     store = open_store(checkpoint, layers, side_file)
     limit_cache()
-    places = match(model, config, store, checkpoint)
+    widen = check_backend(store, checkpoint)
+    places = match(model, config, store, checkpoint, widen=widen)
+    if widen:
+        log.info("the CPU runs unquantised 16-bit experts as float32, so all is converted to it")
+        model.set_dtype(mx.float32)
     shapes = [place.shape for place in places]
     dense = dense_bytes(model, places)
     geometry = geometry_of(config, activation_bytes(model))
@@ -116,7 +122,7 @@ def load(
         direct=_direct(direct, store, slot_bytes(shapes, slots) + dense),
     )
     try:
-        layers_at_work = install(places, slots, fetcher, policy)
+        layers_at_work = install(places, slots, fetcher, policy, widen=widen)
         if not lazy:
             evaluate(model)
         fetcher.open()
@@ -127,7 +133,7 @@ def load(
     stats = Stats(
         dense_bytes=dense,
         slot_bytes=slot_bytes(shapes, slots),
-        expert_bytes=sum(shape.experts * shape.expert_bytes for shape in shapes),
+        expert_bytes=store.nbytes,
         layers=len(getattr(model, "layers", places)),
         offloaded_layers=len(places),
         slots={p.store.layer: n for p, n in zip(places, slots, strict=True)},

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from mbolt_mlx.core import memory
 from mbolt_mlx.core.budget import Geometry, LayerShape, slot_bytes
-from mbolt_mlx.core.errors import MemoryLimitError, UsageError
+from mbolt_mlx.core.errors import MemoryLimitError, UnsupportedError, UsageError
 from mbolt_mlx.core.residency import slots_for
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.engine.fetch import Fetcher
@@ -207,7 +207,17 @@ def attach(model: nn.Module, engine: Engine) -> None:
                 lambda: stock.__call__(self, inputs, *args, **kwargs), inputs, cache
             )
 
-        _classes[stock] = type(f"Offloaded{stock.__name__}", (stock,), {"__call__": call})
+        def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+            raise UnsupportedError(
+                "a model whose experts are offloaded cannot be split over devices: a slot holds "
+                "one expert after another",
+                hint="load it with mlx_lm.load",
+            )
+
+        own = {"__call__": call}
+        if hasattr(stock, "shard"):
+            own["shard"] = refuse
+        _classes[stock] = type(f"Offloaded{stock.__name__}", (stock,), own)
     model._mbolt = engine
     model.__class__ = _classes[stock]
 

@@ -32,6 +32,7 @@ MLX_DTYPES: dict[str, mx.Dtype] = {
     "U8": mx.uint8,
     "I8": mx.int8,
 }
+_HALVES = ("F16", "BF16")
 DTYPE_NAMES: dict[mx.Dtype, str] = {dtype: name for name, dtype in MLX_DTYPES.items()}
 
 _aliasing: bool | None = None
@@ -54,13 +55,25 @@ def windows_alias() -> bool:
     return _aliasing
 
 
-class _Pool:
-    """One piece of a layer: ``array`` for MLX, ``window`` ``[slots, nbytes]`` for the reads."""
+def widens(piece: Piece) -> bool:
+    """Whether ``piece`` takes twice its bytes where 16-bit numbers are kept as float32."""
+    return piece.dtype in _HALVES
 
-    def __init__(self, piece: Piece, slots: int) -> None:
+
+class _Pool:
+    """One piece of a layer: ``array`` for MLX, ``window`` ``[slots, nbytes]`` for the reads.
+
+    With ``widen``, 16-bit numbers are read into the second half of their slot and then spread over
+    all of it as float32.
+    """
+
+    def __init__(self, piece: Piece, slots: int, widen: bool) -> None:
         self.aliased = windows_alias()
-        self.shape, self.dtype = (slots, *piece.shape), MLX_DTYPES[piece.dtype]
-        size = slots * piece.nbytes
+        self.half = piece.dtype if widen and widens(piece) else None
+        self.shape = (slots, *piece.shape)
+        self.dtype = mx.float32 if self.half else MLX_DTYPES[piece.dtype]
+        row = piece.nbytes * (2 if self.half else 1)
+        size = slots * row
         if self.aliased:
             raw = mx.zeros((size + mmap.PAGESIZE,), dtype=mx.uint8)
             mx.eval(raw)
@@ -69,14 +82,33 @@ class _Pool:
             skip = -window.ctypes.data % mmap.PAGESIZE
             self.array = raw[skip : skip + size].view(self.dtype).reshape(self.shape)
             mx.eval(self.array)
-            self.window = window[skip : skip + size].reshape(slots, piece.nbytes)
+            self.rows = window[skip : skip + size].reshape(slots, row)
         else:
-            self.window = np.zeros((slots, piece.nbytes), dtype=np.uint8)
+            self.rows = np.zeros((slots, row), dtype=np.uint8)
             self.array = mx.zeros(self.shape, dtype=self.dtype)
             mx.eval(self.array)
+        self.window = self.rows[:, row - piece.nbytes :]
+
+    def landed(self, slots: list[int]) -> None:
+        """Make of what was read into ``slots`` what MLX shall see."""
+        if self.half:
+            for slot in slots:
+                read = self.window[slot].copy()
+                if self.half == "BF16":
+                    np.left_shift(
+                        read.view(np.uint16),
+                        16,
+                        dtype=np.uint32,
+                        out=self.rows[slot].view(np.uint32),
+                    )
+                else:
+                    self.rows[slot].view(np.float32)[:] = read.view(np.float16)
+        if not self.aliased:
+            self.copy_in(slots)
 
     def copy_in(self, slots: list[int]) -> None:
-        rows = mx.array(self.window[slots]).view(self.dtype).reshape(-1, *self.shape[1:])
+        """Copy the rows of ``slots`` into the array, where they are not the same memory."""
+        rows = mx.array(self.rows[slots]).view(self.dtype).reshape(-1, *self.shape[1:])
         self.array[mx.array(slots)] = rows
         mx.eval(self.array)
 
@@ -87,12 +119,14 @@ class LayerSlots:
     Args:
         store: where the layer's experts lie.
         slots: how many are kept in memory.
+        widen: keep 16-bit numbers as float32.
     """
 
-    def __init__(self, store: LayerStore, slots: int) -> None:
+    def __init__(self, store: LayerStore, slots: int, *, widen: bool = False) -> None:
         self.store = store
         self.count = slots
-        self._pools = [_Pool(piece, slots) for piece in store.pieces]
+        self._widen = widen
+        self._pools = [_Pool(piece, slots, widen) for piece in store.pieces]
         self._targets: list[list[list[memoryview] | None]] = []
         self._views: list[list[memoryview]] = []
         self.index_windows()
@@ -100,7 +134,7 @@ class LayerSlots:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self.count * self.store.expert_bytes
+        return sum(pool.rows.nbytes for pool in self._pools)
 
     @property
     def arrays(self) -> dict[str, mx.array]:
@@ -111,7 +145,7 @@ class LayerSlots:
     @property
     def aliased(self) -> bool:
         """Whether a read lands in the MLX arrays without a further copy."""
-        return all(pool.aliased for pool in self._pools)
+        return all(pool.aliased and not pool.half for pool in self._pools)
 
     def requests(
         self, fds: Sequence[int], experts: Sequence[int], slots: Sequence[int], *, align: int
@@ -146,7 +180,7 @@ class LayerSlots:
         if self.aliased:
             return False
         for pool in self._pools:
-            pool.copy_in(slots)
+            pool.landed(slots)
         return True
 
     def shrink(self, slots: int, moves: Sequence[tuple[int, int]]) -> None:
@@ -154,9 +188,9 @@ class LayerSlots:
         self._targets, self._views = [], []
         self.count = slots
         for number, piece in enumerate(self.store.pieces):
-            old, new = self._pools[number], _Pool(piece, slots)
+            old, new = self._pools[number], _Pool(piece, slots, self._widen)
             for source, target in moves:
-                new.window[target] = old.window[source]
+                new.rows[target] = old.rows[source]
             if not new.aliased:
                 new.copy_in(list(range(slots)))
             self._pools[number] = new

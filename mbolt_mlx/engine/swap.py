@@ -17,7 +17,7 @@ from mbolt_mlx.core.residency import ResidentSet, make_policy
 from mbolt_mlx.engine.fetch import Fetcher
 from mbolt_mlx.engine.layer import OffloadedLayer
 from mbolt_mlx.engine.locate import is_container, pieces_of
-from mbolt_mlx.engine.slots import MLX_DTYPES, LayerSlots
+from mbolt_mlx.engine.slots import MLX_DTYPES, LayerSlots, widens
 from mbolt_mlx.engine.switch import offload
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.store import LayerStore, Store
@@ -48,9 +48,20 @@ class Place:
 
 
 def match(
-    model: nn.Module, config: dict[str, Any], store: Store, checkpoint: Checkpoint
+    model: nn.Module,
+    config: dict[str, Any],
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    widen: bool = False,
 ) -> list[Place]:
     """Pair each expert container of ``model`` with its layer in ``store``, in layer order.
+
+    Args:
+        model, config: as mlx-lm builds it.
+        store: where the experts lie.
+        checkpoint: the model's files.
+        widen: whether slots keep 16-bit numbers as float32.
 
     Raises:
         UnsupportedError: if a container has no stored layer, or its arrays are not the stored
@@ -71,7 +82,10 @@ def match(
             )
         _check_arrays(path, container, layer, checkpoint)
         parent = modules.get(path.rpartition(".")[0])
-        shape = LayerShape(layer.experts, _top_k(parent, config, layer), layer.expert_bytes)
+        size = layer.expert_bytes
+        if widen:
+            size += sum(piece.nbytes for piece in layer.pieces if widens(piece))
+        shape = LayerShape(layer.experts, _top_k(parent, config, layer), size)
         places.append(Place(container, layer, shape))
     if not places:
         raise UnsupportedError("mlx-lm builds this model without experts", path=checkpoint.path)
@@ -118,10 +132,30 @@ def _top_k(parent: nn.Module | None, config: dict[str, Any], layer: LayerStore) 
     return 1
 
 
+def check_backend(store: Store, checkpoint: Checkpoint) -> bool:
+    """Whether 16-bit experts must be kept as float32 to run here.
+
+    MLX's CPU multiplies unquantised experts in float32 only, stock mlx-lm does not run them at all.
+
+    Raises:
+        UnsupportedError: when the experts have a format that cannot run here.
+    """
+    if mx.default_device() == mx.gpu:
+        return False
+    pieces = {(p.name, p.dtype) for layer in store.layers for p in layer.pieces}
+    scaled = next((name for name, _ in pieces if name.endswith(".global_scale")), None)
+    if scaled is not None:
+        raise UnsupportedError(
+            "MLX's CPU cannot run experts in nvfp4 with a scale for each expert",
+            path=checkpoint.path, tensor=f"{store.layers[0].module}.{scaled}", hint="use a GPU",
+        )  # fmt: skip
+    return any(n.endswith(".weight") and t in ("F16", "BF16") for n, t in pieces)
+
+
 def dense_bytes(model: nn.Module, places: Sequence[Place]) -> int:
     """Bytes of everything but the experts."""
     total = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    return total - sum(place.store.experts * place.store.expert_bytes for place in places)
+    return total - sum(a.nbytes for place in places for _, a in pieces_of(place.container))
 
 
 def activation_bytes(model: nn.Module) -> int:
@@ -132,13 +166,18 @@ def activation_bytes(model: nn.Module) -> int:
 
 
 def install(
-    places: Sequence[Place], slots: Sequence[int], fetcher: Fetcher, policy: str
+    places: Sequence[Place],
+    slots: Sequence[int],
+    fetcher: Fetcher,
+    policy: str,
+    *,
+    widen: bool = False,
 ) -> list[tuple[nn.Module, OffloadedLayer, LayerShape]]:
     """Give each container its slots and drop every reference to the stacked arrays."""
     layers = []
     for place, count in zip(places, slots, strict=True):
         resident = ResidentSet(place.store.experts, count, make_policy(policy, place.store.experts))
-        layer = OffloadedLayer(LayerSlots(place.store, count), resident, fetcher)
+        layer = OffloadedLayer(LayerSlots(place.store, count, widen=widen), resident, fetcher)
         offload(place.container, layer)
         layers.append((place.container, layer, place.shape))
     return layers

@@ -121,3 +121,22 @@ def test_example_script_runs_from_any_folder(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "side").exists() and (tmp_path / "side.manifest.json").exists()
     assert "mlx" not in done.stdout
+
+
+def test_neither_rewrite_nor_verify_nor_inspect_needs_mlx(folder, tmp_path):
+    code = (
+        "import sys\n"
+        "from mbolt_mlx.cli.main import main\n"
+        "from mbolt_mlx.storage.checkpoint import Checkpoint\n"
+        "from mbolt_mlx.storage.coalesce import coalesce\n"
+        "from mbolt_mlx.storage.experts import find_experts\n"
+        "from mbolt_mlx.storage.verify import verify\n"
+        f"checkpoint = Checkpoint.open({str(folder)!r})\n"
+        "layers = find_experts(checkpoint)\n"
+        f"coalesce(checkpoint, layers, {str(tmp_path / 's')!r})\n"
+        f"verify(checkpoint, layers, {str(tmp_path / 's')!r})\n"
+        f"assert main(['inspect', {str(folder)!r}]) == 0\n"
+        "assert not {'mlx', 'mlx.core', 'mlx_lm', 'torch'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

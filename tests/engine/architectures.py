@@ -332,8 +332,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 EXCEPTIONS: dict[str, str] = {}
 # Those whose attention runs on Metal only: on the CPU their containers are compared one by one.
 METAL_ONLY = {"muse_spark"}
-# Those that are refused.
+# Those that are refused, with words of the error, and why.
 REFUSED = {"dbrx": "separate modules"}
+REASONS = {
+    "dbrx": "mlx-lm keeps its experts as separate modules and runs them one by one, not stacked"
+}
 
 
 def config_of(module: str, **more: Any) -> dict[str, Any]:

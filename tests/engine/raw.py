@@ -11,6 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from tests.engine import architectures
 
 Tensors = dict[str, mx.array]
 Maker = Callable[[Tensors], Tensors]
@@ -95,6 +99,29 @@ def gpt_oss(tensors: Tensors) -> Tensors:
             array = array.view(mx.uint8)
             array = array.reshape(*array.shape[:2], -1, 16)
         out[f"{found['parent']}.experts.{projection}{end}"] = mx.contiguous(array)
+    return out
+
+
+def muse_spark(tensors: Tensors) -> Tensors:
+    """Fused experts, projections of their own, and gates in place of their coefficients."""
+    gates = {
+        "add_attn": "post_attention_residual_gate",
+        "add_ffn": "post_feedforward_residual_gate",
+    }
+    out: Tensors = {}
+    for name, array in fused("experts.gate_up_proj", "experts.down_proj")(tensors).items():
+        head, _, last = name.rpartition(".")
+        gate = gates.get(last.removesuffix("_alpha").removesuffix("_beta"))
+        if gate is not None:
+            if last.endswith("_alpha"):
+                out[f"{head}.{gate}.gate"] = array
+        elif head.endswith(".qkvg_proj"):
+            attention = head.removesuffix(".qkvg_proj")
+            parts = mx.split(array, [64, 96, 128])
+            for projection, part in zip(("q", "k", "v", "gate"), parts, strict=True):
+                out[f"{attention}.{projection}_proj.{last}"] = mx.contiguous(part)
+        else:
+            out[name] = array
     return out
 
 
@@ -201,7 +228,7 @@ RAW: dict[str, dict[str, Maker]] = {
     "mistral3": {"single": _SINGLE, "fused": _FUSED},
     "mistral4": {"single": _SINGLE, "fused": _FUSED},
     "mixtral": {"single": _SINGLE_W},
-    "muse_spark": {},
+    "muse_spark": {"fused": muse_spark},
     "nemotron_h": {"single": single(names={"fc1": "up_proj", "fc2": "down_proj"})},
     "olmoe": {"single": _SINGLE},
     "phimoe": {"single": _SINGLE_W},
@@ -217,6 +244,48 @@ RAW: dict[str, dict[str, Maker]] = {
     "solar_open": {"single": _SINGLE},
     "step3p5": {"renamed": renamed(r"\.mlp\.switch_mlp\.", ".moe.")},
 }
+
+
+def _gpt_oss_blocks() -> tuple[Tensors, dict[str, Any]]:
+    tensors, config = _quantised("gpt_oss", 4, "mxfp4")
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    return gpt_oss(tensors), config
+
+
+def _packed_int4() -> tuple[Tensors, dict[str, Any]]:
+    tensors, config = _quantised("deepseek_v3", 4, "affine")
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+    }  # fmt: skip
+    return int4(tensors), config
+
+
+def _fp8(module: str, names: dict[str, str] | None = None) -> tuple[Tensors, dict[str, Any]]:
+    model, config = architectures.build(module)
+    return fp8(names=names)(converted(model)), config
+
+
+def _quantised(module: str, bits: int, mode: str) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors and config of a small model with quantised experts only."""
+    model, config = architectures.build(module)
+
+    def experts_only(path: str, layer: nn.Module) -> bool:
+        return isinstance(layer, SwitchLinear)
+
+    nn.quantize(model, 32, bits, mode=mode, class_predicate=experts_only)
+    return converted(model), config
+
+
+# Layouts that are quantised, by module and name: what makes their tensors and config.
+QUANTISED: dict[tuple[str, str], Callable[[], tuple[Tensors, dict[str, Any]]]] = {
+    ("gpt_oss", "mxfp4 blocks"): _gpt_oss_blocks,
+    ("deepseek_v3", "packed int4"): _packed_int4,
+    ("deepseek_v3", "fp8"): lambda: _fp8("deepseek_v3"),
+    ("mimo_v2_flash", "fp8"): lambda: _fp8("mimo_v2_flash"),
+    ("minimax", "fp8"): lambda: _fp8("minimax", _W),
+}
+# Those whose experts are no ranges of the files.
+COMPUTED = {"transposed", "mxfp4 blocks", "packed int4", "fp8"}
 
 
 def layouts() -> list[tuple[str, str]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx_lm.utils import load_model
 
 import mbolt_mlx
+from mbolt_mlx.cli import main
 from mbolt_mlx.core.errors import UnsupportedError
 from mbolt_mlx.engine.compute import open_experts
 from mbolt_mlx.storage.checkpoint import Checkpoint
@@ -17,10 +19,14 @@ from mbolt_mlx.storage.coalesce import coalesce
 from mbolt_mlx.storage.locate import open_side_file
 from mbolt_mlx.storage.verify import verify
 from tests.engine import architectures, raw
-from tests.engine.test_architectures import TOP_K, only_the_model, run, same  # noqa: F401
-
-# Whose experts are no ranges of the file.
-COMPUTED = {"transposed"}
+from tests.engine.test_architectures import (
+    TOP_K,
+    agree,
+    only_the_model,  # noqa: F401
+    run,
+    run_containers,
+    same,
+)
 
 
 def load(folder: Path, side_file: Path | None = None):
@@ -38,10 +44,20 @@ def packed(folder: Path, path: Path) -> dict | None:
     return open_side_file(path, checkpoint, layers).manifest.computed
 
 
-def check(folder: Path, path: Path, *, computed: bool) -> None:
+def check(
+    folder: Path,
+    path: Path,
+    *,
+    computed: bool,
+    dtype: mx.Dtype | None = None,
+    run: Callable[[Any], list] = run,
+) -> None:
     stock, _ = load_model(folder)
+    if dtype is not None:
+        stock.set_dtype(dtype)
     wanted = run(stock)
     del stock
+    agree(Checkpoint.open(folder))
     if computed:
         with pytest.raises(UnsupportedError, match="computes.*coalesce"):
             load(folder)
@@ -61,35 +77,35 @@ def test_raw_layout(module: str, layout: str, tmp_path: Path) -> None:
     model, config = architectures.build(module, **plain)
     tensors = raw.RAW[module][layout](raw.converted(model))
     folder = architectures.save(tmp_path / "model", tensors, config)
-    check(folder, tmp_path / "experts.safetensors", computed=layout in COMPUTED)
+    forward = run_containers if module in architectures.METAL_ONLY else run
+    computed = layout in raw.COMPUTED
+    check(folder, tmp_path / "experts.safetensors", computed=computed, run=forward)
 
 
-def quantised(module: str, bits: int, mode: str) -> tuple[dict, dict]:
-    """Tensors and config of a small model with quantised experts only."""
-    model, config = architectures.build(module)
-    experts = (".switch_mlp.", ".experts.")
-    nn.quantize(
-        model, 32, bits, mode=mode,
-        class_predicate=lambda path, m: hasattr(m, "to_quantized")
-        and any(part in path for part in experts) and "shared" not in path,
-    )  # fmt: skip
-    return raw.converted(model), config
+@pytest.mark.parametrize(("module", "layout"), raw.QUANTISED)
+def test_quantised_raw_layout(module: str, layout: str, tmp_path: Path) -> None:
+    folder = architectures.save(tmp_path / "model", *raw.QUANTISED[module, layout]())
+    # The CPU runs what mlx-lm makes of fp8, which is bfloat16, as float32 only.
+    dtype = mx.float32 if layout == "fp8" else None
+    check(folder, tmp_path / "experts.safetensors", computed=True, dtype=dtype)
 
 
-def test_gpt_oss_blocks(tmp_path: Path) -> None:
-    tensors, config = quantised("gpt_oss", 4, "mxfp4")
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    folder = architectures.save(tmp_path / "model", raw.gpt_oss(tensors), config)
-    check(folder, tmp_path / "experts.safetensors", computed=True)
-
-
-def test_packed_int4(tmp_path: Path) -> None:
-    tensors, config = quantised("deepseek_v3", 4, "affine")
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized",
-    }  # fmt: skip
-    folder = architectures.save(tmp_path / "model", raw.int4(tensors), config)
-    check(folder, tmp_path / "experts.safetensors", computed=True)
+def test_the_commands_do_it(tmp_path: Path, capsys) -> None:
+    model, config = architectures.build("llama4")
+    folder = architectures.save(
+        tmp_path / "model", raw.RAW["llama4"]["transposed"](raw.converted(model)), config
+    )
+    assert main.main(["generate", "--model", str(folder), "--prompt", "a"]) == 2
+    assert "mbolt-mlx coalesce --model" in capsys.readouterr().err
+    assert main.main(["coalesce", "--model", str(folder)]) == 0
+    assert "computed once" in capsys.readouterr().err
+    assert main.main(["verify", "--model", str(folder), "--full"]) == 0
+    assert main.main(["inspect", str(folder)]) == 0
+    assert "computed by mlx-lm" in capsys.readouterr().out
+    stock, _ = load_model(folder)
+    model, _ = mbolt_mlx.load(str(folder), resident=TOP_K)
+    assert mbolt_mlx.stats(model).side_file
+    same(run(model), run(stock))
 
 
 def test_an_expert_that_is_absent_is_named(tmp_path: Path) -> None:
