@@ -31,6 +31,7 @@ COMMANDS = {
     "inspect": "mbolt_mlx.cli.inspect",
     "bench": "mbolt_mlx.cli.bench",
     "models": "mbolt_mlx.cli.models",
+    "support": "mbolt_mlx.cli.support",
     "plan": "mbolt_mlx.cli.plan",
     "probe": "mbolt_mlx.cli.probe",
     "trace-stats": "mbolt_mlx.cli.trace_stats",
