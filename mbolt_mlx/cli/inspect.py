@@ -122,16 +122,7 @@ def describe_side_file(path: Path) -> dict[str, Any]:
                 "module": alike[0].module,
                 "experts": experts,
                 "block_bytes": block,
-                "pieces": [
-                    {
-                        "name": p.name,
-                        "offset": p.offset,
-                        "bytes": p.nbytes,
-                        "dtype": p.dtype,
-                        "shape": list(p.shape),
-                    }
-                    for p in pieces
-                ],
+                "pieces": [p.as_dict() for p in pieces],
             }
             for (experts, block, pieces), alike in groups.items()
         ],

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import MboltError
 from mbolt_mlx.core.sizes import format_size
+from mbolt_mlx.profile.law import Law, speedup
 
 if TYPE_CHECKING:
     from mbolt_mlx.engine.stats import PhaseStats, Stats
@@ -21,18 +22,6 @@ if TYPE_CHECKING:
 
 _SMALL = mmap.PAGESIZE
 _LARGE = 4 << 20
-
-
-@dataclass(frozen=True)
-class Drive:
-    """How long a read takes: ``seconds`` + bytes ÷ ``rate`` (bytes a second)."""
-
-    seconds: float
-    rate: float
-
-    def read(self, nbytes: float, reads: float) -> float:
-        """Seconds for ``nbytes`` in ``reads`` reads, one after the other."""
-        return reads * self.seconds + nbytes / self.rate
 
 
 @dataclass(frozen=True)
@@ -51,7 +40,7 @@ class SpeedLaw:
     before: float
     after: float
     expert_bytes: int
-    drive: Drive | None
+    drive: Law | None
     has_side_file: bool
 
     @property
@@ -59,8 +48,7 @@ class SpeedLaw:
         """g: how many times faster an expert is read with a side-file."""
         if self.drive is None:
             return None
-        slow = self.drive.read(self.expert_bytes, self.before)
-        return slow / self.drive.read(self.expert_bytes, self.after)
+        return self.drive.gain(self.before, self.after, self.expert_bytes)
 
 
 def print_stats(model: Any) -> None:
@@ -163,15 +151,15 @@ def law_line(law: SpeedLaw) -> str:
     if law.has_side_file:
         gained = f"{law.before:.0f} reads an expert became {law.after:.2f}"
     else:
-        speedup = 1 / ((1 - law.share) + law.share / law.gain)
-        gained = f"a side-file would turn {law.before:.2f} reads an expert into 1: {speedup:.2f}x"
+        faster = speedup(law.share, law.gain)
+        gained = f"a side-file would turn {law.before:.2f} reads an expert into 1: {faster:.2f}x"
     return (
         f"{start}, g = {law.gain:.2f} ({gained}; {format_size(law.expert_bytes)} an expert, "
-        f"{law.drive.seconds * 1e6:.0f} µs a read, {law.drive.rate / 1e9:.2f} GB/s)"
+        f"{law.drive.t_op * 1e6:.0f} µs a read, {law.drive.bandwidth / 1e9:.2f} GB/s)"
     )
 
 
-def measure_drive(path: Path, *, direct: bool, small: int = 24, large: int = 6) -> Drive:
+def measure_drive(path: Path, *, direct: bool, small: int = 24, large: int = 6) -> Law:
     """Time random reads of one page and of 4 MiB in ``path``, the way the run read it.
 
     Raises:
@@ -199,7 +187,7 @@ def measure_drive(path: Path, *, direct: bool, small: int = 24, large: int = 6) 
         files.close(fd)
     # A file that is in memory can be so fast that the two are the same within the clock.
     rate = (big - _SMALL) / max(many - one, 1e-9)
-    return Drive(max(one - _SMALL / rate, 1e-9), rate)
+    return Law(max(one - _SMALL / rate, 1e-9), rate)
 
 
 def _size(path: Path) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 import numpy as np
 
+from mbolt_mlx.core.ranking import least_wanted
+
 # Only the end of a long prompt is counted in the table, because that costs experts² a token.
 _TABLE_TOKENS = 512
 # Power of two up to which the weight of a use may grow; float32 ends at 128.
@@ -92,13 +94,7 @@ class Markov:
 
     def victims(self, count: int, keep: Collection[int]) -> list[int]:
         """Up to ``count`` residents to give up, the least wanted first, none of ``keep``."""
-        score = self.worth() + self._away
-        score[list(keep)] = np.inf
-        if count == 1:
-            best = int(score.argmin())
-            return [best] if score[best] < np.inf else []
-        order = np.argsort(score, kind="stable")[:count]
-        return [int(e) for e in order if score[e] < np.inf]
+        return least_wanted(self.worth() + self._away, count, keep)
 
     def _count_one(self, now: np.ndarray) -> None:
         before, self._now = self._now, now.copy()

@@ -15,6 +15,7 @@ import numpy as np
 
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.markov import Markov
+from mbolt_mlx.core.ranking import least_wanted
 
 ABSENT = -1
 # Power of two up to which the weight of a use may grow.
@@ -142,13 +143,7 @@ class DecayedCount:
         self._away[expert] = np.inf
 
     def victims(self, count: int, keep: Collection[int]) -> list[int]:
-        score = self._count + self._away
-        score[list(keep)] = np.inf
-        if count == 1:
-            best = int(score.argmin())
-            return [best] if score[best] < np.inf else []
-        order = np.argsort(score, kind="stable")[:count]
-        return [int(e) for e in order if score[e] < np.inf]
+        return least_wanted(self._count + self._away, count, keep)
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {

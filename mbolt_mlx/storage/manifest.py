@@ -53,6 +53,16 @@ class PieceEntry:
     dtype: str
     shape: tuple[int, ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        """The piece as the manifest has it."""
+        return {
+            "name": self.name,
+            "offset": self.offset,
+            "bytes": self.nbytes,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+        }
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerEntry:
@@ -168,16 +178,7 @@ def _layer_dict(layer: LayerEntry) -> dict[str, Any]:
         "block_bytes": layer.block_bytes,
         "offsets": layer.offsets.tolist(),
         "checksums": list(layer.checksums),
-        "pieces": [
-            {
-                "name": p.name,
-                "offset": p.offset,
-                "bytes": p.nbytes,
-                "dtype": p.dtype,
-                "shape": list(p.shape),
-            }
-            for p in layer.pieces
-        ],
+        "pieces": [p.as_dict() for p in layer.pieces],
     }
     if layer.heat is not None:
         found["heat"] = list(layer.heat)

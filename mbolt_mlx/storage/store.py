@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mbolt_mlx.core.schedule import by_place
 from mbolt_mlx.storage.experts import ExpertLayer, Piece
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class LayerStore:
     def file_order(self, experts: Sequence[int]) -> list[int]:
         """``experts`` in the order of their first byte."""
         run = self.runs[0]
-        return sorted(experts, key=lambda e: (run.files[e], run.offsets[e]))
+        return by_place(run.files, run.offsets)(list(experts))
 
 
 @dataclass(frozen=True)

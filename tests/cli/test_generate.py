@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from mbolt_mlx.cli import generate, main
-from mbolt_mlx.cli.stats_table import Drive, SpeedLaw, law_line, measure_drive
+from mbolt_mlx.cli.stats_table import SpeedLaw, law_line, measure_drive
+from mbolt_mlx.profile.law import Law
 
 OURS = {
     *("resident", "memory_limit", "side_file", "no_side_file", "policy", "read_threads"),
@@ -247,7 +248,7 @@ def test_stats_without_a_miss_have_no_speed_law(capsys, tiny_model):
     "before, after, megabytes, gain", [(9, 1, 0.3, 6.33), (9, 1, 10.6, 1.43), (9, 3, 1.0, 2.29)]
 )
 def test_the_speed_law(before, after, megabytes, gain):
-    drive = Drive(seconds=100e-6, rate=6e9)
+    drive = Law(t_op=100e-6, bandwidth=6e9)
     law = SpeedLaw(0.5, before, after, int(megabytes * 1e6), drive, has_side_file=True)
     assert law.gain == pytest.approx(gain, abs=0.005)
     assert f"g = {gain:.2f}" in law_line(law)
@@ -268,4 +269,4 @@ def test_a_drive_is_measured(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(bytes(1 << 20))
     drive = measure_drive(file, direct=False)
-    assert drive.seconds > 0 and drive.rate > 0
+    assert drive.t_op > 0 and drive.bandwidth > 0
