@@ -1,1 +1,8 @@
-"""mbolt for GGUF files and llama.cpp. Not written yet; see llama_patch/README.md."""
+"""mbolt for GGUF files: rewrite by a routing profile, prefetch, and the patched llama.cpp.
+
+Imports ``mbolt_mlx.core`` and ``mbolt_mlx.profile`` only, and no MLX.
+"""
+
+from mbolt_mlx import __version__
+
+__all__ = ["__version__"]

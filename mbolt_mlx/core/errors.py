@@ -77,6 +77,10 @@ class CheckpointError(MboltError):
     """A model folder or one of its files is malformed."""
 
 
+class GgufError(MboltError):
+    """A GGUF file, or one of a split model's files, is malformed or absent."""
+
+
 class UnsupportedError(MboltError):
     """The input is well-formed, but this cannot be done with it."""
 
