@@ -13,7 +13,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "gguf"
 if str(EXAMPLES) not in sys.path:  # examples are scripts, not a package
     sys.path.insert(0, str(EXAMPLES))
 
-from random_gguf import ARCHS, QUANTS, Spec, write_gguf  # noqa: E402
+from random_gguf import write_gguf  # noqa: E402
+from random_shapes import ARCHS, QUANTS, Spec  # noqa: E402
 
 __all__ = ["ARCHS", "MODELS", "QUANTS", "Spec", "make_gguf", "spec_of"]
 
