@@ -3,6 +3,6 @@
 Imports ``mbolt_mlx.core`` and ``mbolt_mlx.profile`` only, and no MLX.
 """
 
-from mbolt_mlx import __version__
+import mbolt_mlx
 
-__all__ = ["__version__"]
+__version__ = mbolt_mlx.__version__
