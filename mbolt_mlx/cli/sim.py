@@ -1,33 +1,37 @@
-"""``mbolt-sim``: the first implementation's names for commands of ``mbolt-mlx``."""
+"""``mbolt-sim``: the first implementation's names for commands of mbolt-mlx and mbolt-gguf."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from mbolt_mlx.cli import main as commands
+from mbolt_mlx.core.commands import CommandLine
 
 NAMES = {
-    "stats": "trace-stats",
-    "trace-stats": "trace-stats",
-    "cluster": "cluster",
-    "simulate": "simulate",
-    "replay": "simulate",
-    "gate": "gate",
-    "drive": "probe",
-    "probe": "probe",
-    "plan": "plan",
+    "cluster": "mbolt_mlx.cli.cluster",
+    "gate": "mbolt_mlx.cli.gate",
+    "prefetch-map": "mbolt_gguf.cli.prefetch_map",
+    "map": "mbolt_gguf.cli.map",
+    "trace-stats": "mbolt_mlx.cli.trace_stats",
+    "stats": "mbolt_mlx.cli.trace_stats",
+    "drive": "mbolt_mlx.cli.probe",
+    "probe": "mbolt_mlx.cli.probe",
+    "simulate": "mbolt_mlx.cli.simulate",
+    "replay": "mbolt_mlx.cli.simulate",
+    "plan": "mbolt_mlx.cli.plan",
 }
+
+_LINE = CommandLine(
+    "mbolt-sim",
+    "Profile routing, map models and measure drives (as mbolt-mlx and mbolt-gguf do).",
+    NAMES,
+    ("mbolt_mlx", "mbolt_gguf"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    for place, word in enumerate(given):
-        if not word.startswith("-"):
-            given[place] = NAMES.get(word, word)
-            break
-    return commands.main(given)
+    return _LINE.main(argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""The commands of ``mbolt-gguf``: one module each, thin; they parse, call the library and print."""
