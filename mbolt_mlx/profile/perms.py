@@ -133,8 +133,10 @@ def in_file_order(
     *,
     model: str = "",
     kind: str = "chain",
+    cliques: Mapping[int, Sequence[Sequence[int]]] | None = None,
 ) -> Perms:
-    """The profile that a side-file carries: the order of its blocks, and their heat if known.
+    """The profile that a rewritten file carries: the order of its experts, and their heat and
+    cliques if known.
 
     Every order that the file does not have is left to heat, and to the order of ids without it.
     """
@@ -152,6 +154,8 @@ def in_file_order(
                 "max_entropy_bits": round(math.log2(len(blocks)), 6),
             }
         )
+        if cliques is not None:
+            layers[-1]["top_cliques"] = [list(c) for c in cliques.get(layer, ())]
     document = {
         "format": FORMAT,
         "version": VERSION,

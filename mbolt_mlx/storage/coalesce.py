@@ -19,6 +19,8 @@ from mbolt_mlx import __version__
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import OutputError, ReadError
 from mbolt_mlx.core.output import Output, check_space, open_output
+from mbolt_mlx.core.progress import Progress
+from mbolt_mlx.core.scatter import aligned_buffer
 from mbolt_mlx.core.workers import work_through
 from mbolt_mlx.storage.checkpoint import Checkpoint, Shard
 from mbolt_mlx.storage.experts import ExpertLayer
@@ -28,12 +30,10 @@ from mbolt_mlx.storage.gather import (
     Filler,
     Gatherer,
     Window,
-    aligned_buffer,
     windows_of,
 )
 from mbolt_mlx.storage.manifest import Manifest, manifest_path
 from mbolt_mlx.storage.plan import Hints, Plan, make_plan, side_file_bytes
-from mbolt_mlx.storage.progress import Progress
 from mbolt_mlx.storage.stamp import Source, source_of
 from mbolt_mlx.storage.target import check_target, existing
 

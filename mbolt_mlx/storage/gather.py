@@ -1,13 +1,10 @@
 """Reads experts from the plain shards and puts their pieces where a side-file's blocks want them.
 
 Stacked experts are neighbours on the drive, so the pieces of many blocks come in a few long reads.
-Reads bypass the page cache where they can: a rewrite touches every byte once, and would push out
-what others need.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mbolt_mlx.core import files
-from mbolt_mlx.core.errors import ReadError
+from mbolt_mlx.core.scatter import Scatterer, Segment
 from mbolt_mlx.storage.plan import PlannedLayer
 
 WINDOW_BYTES = 16 << 20
-BOUNCE_BYTES = 8 << 20
-_PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +67,6 @@ def _cut(layer: PlannedLayer, experts: list[int]) -> tuple[Window, ...]:
     )
 
 
-def aligned_buffer(size: int) -> np.ndarray:
-    """A uint8 array of ``size`` bytes that begins on a page."""
-    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
-
-
 class Filler(Protocol):
     """Where the bytes of blocks come from."""
 
@@ -96,12 +85,10 @@ class Computer(Filler, Protocol):
 
 
 class Gatherer:
-    """Fills windows from shards. One a thread: it owns a bounce buffer of 8 MiB."""
+    """Fills windows from shards. One a thread."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = paths
-        self.bytes_read = 0
-        self._bounce: np.ndarray | None = None
+        self._scatterer = Scatterer(paths)
 
     def fill(self, window: Window, out: np.ndarray) -> None:
         """Put the bytes of ``window`` into ``out`` (uint8, one dimension), padding as zeros.
@@ -110,52 +97,11 @@ class Gatherer:
             ReadError: naming the shard and the byte.
         """
         zero_padding(window, out)
-        fd, opened = -1, -1
-        direct = False
-        try:
-            for shard, begin, parts in _runs(window):
-                if shard != opened:
-                    if fd >= 0:
-                        files.close(fd)
-                        fd = -1
-                    fd, direct = files.open_cold(self.paths[shard], drop=False)
-                    opened = shard
-                targets = [out[at : at + n] for at, n in parts]
-                if direct:
-                    self._read_direct(fd, begin, targets, self.paths[shard])
-                else:
-                    views = [memoryview(t) for t in targets]
-                    files.pread_into(fd, views, begin, path=str(self.paths[shard]))
-                self.bytes_read += sum(len(t) for t in targets)
-        finally:
-            if fd >= 0:
-                files.close(fd)
-
-    def _read_direct(self, fd: int, begin: int, targets: list[np.ndarray], path: Path) -> None:
-        """Read an aligned range around the wanted one, then copy the wanted parts."""
-        if self._bounce is None:
-            self._bounce = aligned_buffer(BOUNCE_BYTES + 2 * _PAGE)
-        first = begin // _PAGE * _PAGE
-        end = begin + sum(len(t) for t in targets)
-        room = -(-(end - first) // _PAGE) * _PAGE
-        view = memoryview(self._bounce)[:room]
-        try:
-            files.pread_some(fd, view, first, need=end - first)
-        except ReadError:
-            # A drive that gives less than asked for, or a real failure: the plain way tells.
-            plain = files.open_read(path)
-            try:
-                files.pread_into(plain, [view[: end - first]], first, path=str(path))
-            finally:
-                files.close(plain)
-        position = begin - first
-        for target in targets:
-            target[:] = self._bounce[position : position + len(target)]
-            position += len(target)
+        self._scatterer.read(_segments(window), out)
 
 
-def _runs(window: Window) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """The window's reads, each (shard, first byte, [(place in the window, bytes), …])."""
+def _segments(window: Window) -> list[Segment]:
+    """The ranges of the shards that make up ``window``."""
     layer, width = window.layer, window.hi - window.lo
     segments = []
     for p, at, first, last in pieces_in(window):
@@ -166,20 +112,7 @@ def _runs(window: Window) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
             segments.append(
                 (int(shards[expert]), begin, last - first, i * width + first - window.lo)
             )
-    segments.sort()
-    shard, start, end = -1, 0, 0
-    parts: list[tuple[int, int]] = []
-    for number, begin, length, place in segments:
-        while length:
-            if number != shard or begin != end or end - start >= BOUNCE_BYTES:
-                if parts:
-                    yield shard, start, parts
-                shard, start, end, parts = number, begin, begin, []
-            taken = min(length, BOUNCE_BYTES - (end - start))
-            parts.append((place, taken))
-            begin, end, place, length = begin + taken, end + taken, place + taken, length - taken
-    if parts:
-        yield shard, start, parts
+    return segments
 
 
 def pieces_in(window: Window) -> Iterator[tuple[int, int, int, int]]:

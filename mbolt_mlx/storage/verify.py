@@ -13,6 +13,8 @@ import xxhash
 
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import SideFileError, VerifyError
+from mbolt_mlx.core.progress import Progress
+from mbolt_mlx.core.scatter import aligned_buffer
 from mbolt_mlx.core.workers import work_through
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.experts import ExpertLayer
@@ -22,13 +24,11 @@ from mbolt_mlx.storage.gather import (
     Filler,
     Gatherer,
     Window,
-    aligned_buffer,
     windows_of,
 )
 from mbolt_mlx.storage.locate import SideFile, open_side_file
 from mbolt_mlx.storage.manifest import LayerEntry, Manifest, manifest_path
 from mbolt_mlx.storage.plan import PlannedLayer
-from mbolt_mlx.storage.progress import Progress
 
 THREADS = 3
 SAMPLED_BLOCKS = 64

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from mbolt_mlx.core import files
+from mbolt_mlx.core import files, scatter
 from mbolt_mlx.core.errors import OutputError, UsageError
 from mbolt_mlx.core.output import partial_paths
 from mbolt_mlx.storage import coalesce as module
@@ -105,7 +105,7 @@ def test_alignment_of_blocks_and_pieces(tmp_path):
 
 def test_blocks_larger_than_a_window(tmp_path, monkeypatch):
     monkeypatch.setattr(gather, "WINDOW_BYTES", 16384)
-    monkeypatch.setattr(gather, "BOUNCE_BYTES", 4096)
+    monkeypatch.setattr(scatter, "BOUNCE_BYTES", 4096)
     checkpoint, layers = opened(
         model(tmp_path / "m", {"model.safetensors": expert_tensors(hidden=100, width=33)})
     )
