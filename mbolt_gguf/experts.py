@@ -16,13 +16,12 @@ from typing import Any
 
 from mbolt_gguf import tensor_names
 from mbolt_gguf.header import Tensor
-from mbolt_gguf.interleaved import BLOB_STEM, PieceTable
+from mbolt_gguf.interleaved import BLOB_STEM, PIECE_ROLES, PieceTable
 from mbolt_gguf.model import Model
 from mbolt_mlx.core.errors import GgufError, UnsupportedError
 
 ROLES = {"ffn_up_exps": "up", "ffn_gate_exps": "gate", "ffn_gate_up_exps": "gate_up",
          "ffn_down_exps": "down"}  # fmt: skip
-READ_ORDER = ("up", "gate", "gate_up", "down")
 _COMPLETE = ({"up", "down"}, {"up", "gate", "down"}, {"gate_up", "down"})
 _ROUTER = {
     ("ffn_gate_inp", "weight"): "router.weight",
@@ -189,7 +188,7 @@ class _Block:
                 path=self.model.path, expected="up, gate and down, or gate_up and down",
                 found=", ".join(sorted(found)) or "no weight",
             )  # fmt: skip
-        return tuple(found[role] for role in READ_ORDER if role in found)
+        return tuple(found[role] for role in PIECE_ROLES if role in found)
 
     def _interleaved(
         self, table: PieceTable | None

@@ -18,6 +18,7 @@ from mbolt_gguf.types import I8, nbytes_of
 from mbolt_mlx.core.errors import GgufError
 
 BLOB_STEM = "ffn_ilv_exps"
+PIECE_ROLES = ("up", "gate", "gate_up", "down")
 KEY_LAYERS = "mbolt.layers"
 KEY_INTERLEAVED = "mbolt.interleaved"
 KEY_PIECES, KEY_ROLE = "mbolt.ilv.pieces", "mbolt.ilv.role"
@@ -76,6 +77,8 @@ class PieceTable:
             raise wrong(KEY_ROLE, expected=f"{count} strings", found=roles)
         if roles != roles[:count] * (len(roles) // count) or len(set(roles[:count])) != count:
             raise wrong(KEY_ROLE, expected="the same in every layer", found=roles)
+        if not set(roles) <= set(PIECE_ROLES):
+            raise wrong(KEY_ROLE, expected=f"some of {', '.join(PIECE_ROLES)}", found=roles)
         columns = []
         for key in (KEY_TYPE, KEY_NE0, KEY_NE1, KEY_OFFSET):
             column = model.get(key)
