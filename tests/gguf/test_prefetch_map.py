@@ -1,0 +1,175 @@
+"""Prefetch maps: what they say is where the bytes are, and when they are stale."""
+
+import os
+import struct
+
+import gguf
+import pytest
+
+from mbolt_gguf.cli import main as commands
+from mbolt_gguf.experts import find_experts
+from mbolt_gguf.model import Model
+from mbolt_gguf.prefetch_map import is_stale, make_map, map_path, read_map, write_map
+from mbolt_mlx.core.errors import GgufError, OutputError, UnsupportedError
+from tests.gguf.conftest import moe_block, moe_values
+from tests.gguf.makers import MODELS, make_gguf
+from tests.gguf.test_experts import interleaved
+
+ORDER = ["up", "gate", "gate_up", "down"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return Model.open(make_gguf(tmp_path_factory.mktemp("plain") / "m.gguf"))
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("split")
+    return Model.open(make_gguf(folder / "m.gguf", "deepseek2", split=9, empty_first=True))
+
+
+def test_version_2_to_the_byte(plain):
+    data = make_map(plain)
+    path = str(plain.path).encode()
+    assert struct.unpack_from("<7I", data) == (0x4650424D, 2, 3, 8, 2, 3, len(path))
+    assert data[28 : 28 + len(path)] == path
+    entries = struct.iter_unpack("<3Q", data[28 + len(path) :])
+    tensors = [
+        plain.tensors[f"blk.{n}.ffn_{role}_exps.weight"]
+        for n in range(3)
+        for role in ("up", "gate", "down")
+    ]
+    assert list(entries) == [(t.offset, t.nbytes // 8, t.nbytes // 8) for t in tensors]
+
+
+def test_version_3_to_the_byte(split):
+    data = make_map(split)
+    assert struct.unpack_from("<5I", data) == (0x4650424D, 3, len(split.files), 6, 0)
+    at = 20
+    for file in split.files:
+        stat, path = os.stat(file.path), str(file.path).encode()
+        head = (stat.st_size, stat.st_mtime_ns, len(path))
+        assert struct.unpack_from("<2QI", data, at) == head
+        assert data[at + 20 : at + 20 + len(path)] == path
+        at += 20 + len(path)
+    records = list(struct.iter_unpack("<4I3Q", data[at:]))
+    expected = []
+    for layer in (1, 2):
+        for role in ("up", "gate", "down"):
+            t = split.tensors[f"blk.{layer}.ffn_{role}_exps.weight"]
+            each = t.nbytes // 8
+            expected.append((layer, t.file, 8, 2, t.offset, each, each))
+    assert records == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("files", [0, 7])
+def test_a_map_leads_to_the_bytes_of_every_expert(name, files, tmp_path):
+    model = Model.open(make_gguf(tmp_path / "m.gguf", name, split=files))
+    found = read_map(make_map(model))
+    tensors = {t.name: t.data for file in found.files for t in gguf.GGUFReader(file.path).tensors}
+    data = [open(file.path, "rb").read() for file in found.files]
+    before, roles = None, []
+    for r in found.records:
+        roles = roles if r.layer == before else []
+        rest = [o for o in ORDER if f"blk.{r.layer}.ffn_{o}_exps.weight" in tensors][len(roles) :]
+        roles, before = [*roles, rest[0]], r.layer
+        whole = tensors[f"blk.{r.layer}.ffn_{rest[0]}_exps.weight"]
+        for e in range(r.experts):
+            at = r.base + e * r.stride
+            assert data[r.file][at : at + r.nbytes] == whole[e].tobytes()
+    v2 = not files and name in ("qwen3moe", "gpt-oss", "qwen3next")
+    assert found.version == (2 if v2 else 3)
+    if found.version == 3:
+        for file, own in zip(found.files, model.files, strict=True):
+            assert (file.size, file.mtime_ns) == (own.size, own.path.stat().st_mtime_ns)
+
+
+def test_interleaved_files_have_one_entry_a_layer(write):
+    model = Model.open(write(*interleaved(layers=(0, 1))))
+    found = read_map(make_map(model))
+    assert found.version == 2 and len(found.records) == 2
+    for r, y in zip(found.records, find_experts(model), strict=True):
+        assert (r.base, r.nbytes, r.stride) == (y.weights[0].tensor.offset, 3264, 4096)
+    v3 = read_map(make_map(Model.open(write(*interleaved()))))
+    assert v3.version == 3 and [r.layer for r in v3.records] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "tensors, says",
+    [
+        ([*moe_block(1)], "some layers have no experts"),
+        ([*moe_block(0, roles=("up", "down"))], "two tensors"),
+        ([*moe_block(0), *moe_block(1, roles=("gate_up", "down"))], "its layers differ"),
+    ],
+)
+def test_what_version_2_cannot_hold(write, tensors, says):
+    model = Model.open(write(moe_values(), tensors))
+    with pytest.raises(UnsupportedError, match=says):
+        make_map(model, version=2)
+    assert read_map(make_map(model)).version == 3
+
+
+def test_a_split_model_needs_version_3(split):
+    with pytest.raises(UnsupportedError, match="split"):
+        make_map(split, version=2)
+
+
+def test_the_default_place_is_the_models_own(plain, split, tmp_path):
+    assert map_path(plain) != map_path(split) and map_path(plain).is_relative_to(
+        os.environ["XDG_CACHE_HOME"]
+    )
+    assert is_stale(plain)
+    assert write_map(plain) == map_path(plain)
+    assert not is_stale(plain)
+    copy = tmp_path / plain.path.name
+    copy.write_bytes(plain.path.read_bytes())
+    assert map_path(Model.open(copy)) != map_path(plain)
+
+
+def test_when_a_map_is_stale(tmp_path):
+    path, place = make_gguf(tmp_path / "m.gguf"), tmp_path / "map"
+    model = Model.open(path)
+    assert is_stale(model, place)
+    for version in (2, 3):
+        write_map(model, place, version=version)
+        assert not is_stale(model, place)
+    os.utime(path, ns=(0, 12345))
+    assert is_stale(Model.open(path), place)
+    model = Model.open(path)
+    write_map(model, place)
+    place.write_bytes(place.read_bytes()[:-1])
+    assert is_stale(model, place)
+    write_map(model, place)
+    assert is_stale(Model.open(make_gguf(tmp_path / "m.gguf", "gpt-oss")), place)
+
+
+def test_a_map_is_never_written_over_the_model(plain):
+    before = plain.path.read_bytes()
+    with pytest.raises(OutputError, match="the model itself"):
+        write_map(plain, plain.path)
+    assert plain.path.read_bytes() == before
+
+
+def test_damaged_maps(plain, split):
+    for model in (plain, split):
+        data = make_map(model)
+        for end in range(0, len(data), 7):
+            with pytest.raises(GgufError):
+                read_map(data[:end])
+        with pytest.raises(GgufError):
+            read_map(data + b"\0")
+    with pytest.raises(GgufError, match="version"):
+        read_map(struct.pack("<7I", 0x4650424D, 4, 0, 0, 0, 0, 0))
+
+
+def test_the_command(plain, split, tmp_path, capsys):
+    place = tmp_path / "deep" / "x.mbpf"
+    assert commands.main(["prefetch-map", str(split.path), "-o", str(place)]) == 0
+    assert "MBPF v3, 2 layers, 6 tensors in " in capsys.readouterr().out
+    assert place.read_bytes() == make_map(split)
+    assert commands.main(["prefetch-map", str(plain.path)]) == 0
+    assert str(map_path(plain)) in capsys.readouterr().out
+    assert commands.main(["prefetch-map", str(split.path), "--format", "2"]) == 2
+    assert "cannot hold this model" in capsys.readouterr().err
