@@ -301,6 +301,13 @@ def _without_experts(
                     path=model.file_of(tensor), tensor=tensor.name,
                     hint="convert the model again",
                 )  # fmt: skip
+    for name, tensor in model.tensors.items():
+        if "_exps." in name:
+            return UnsupportedError(
+                "experts outside the blocks of a language model (a vision encoder's) are not read "
+                "by token",
+                path=model.file_of(tensor), tensor=name,
+            )  # fmt: skip
     if model.get("expert_count"):
         return UnsupportedError(
             f"its metadata names experts ({model.get('expert_count')}) but no tensor holds them",

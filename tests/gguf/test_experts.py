@@ -259,6 +259,7 @@ def test_top_k_by_layer(write):
         (moe_values()[:2], [("blk.0.ffn_up.weight", F32, (32, 4))], "a dense model"),
         (moe_values(), [("blk.0.ffn_up.weight", F32, (32, 4))], "no tensor holds them"),
         (moe_values(), [("blk.0.ffn_up.3.weight", F32, (32, 4))], "convert the model again"),
+        (moe_values(), [("v.blk.0.ffn_up_exps.weight", F32, (32, 8, 4))], "a vision encoder's"),
     ],
 )
 def test_models_without_experts(write, values, tensors, says):
