@@ -171,12 +171,12 @@ def lines(found: dict[str, Any]) -> list[str]:
     present, block = found["token"]["present"], found["token"]["interleaved"]
     out += ["", "A token reads, with nothing in memory:"]
     out.append(
-        f"  as the file is   {present['reads']:>6} slices, {format_size(present['bytes'])}, "
+        f"  as the file is   {present['reads']:>6} reads, {format_size(present['bytes'])}, "
         f"{format_size(present['bytes'] / present['reads'])} each"
     )
     if not found["interleaved"]:
         out.append(
-            f"  interleaved      {block['reads']:>6} slices, {format_size(block['bytes'])}, "
+            f"  interleaved      {block['reads']:>6} reads, {format_size(block['bytes'])}, "
             f"{format_size(block['bytes'] / block['reads'])} each"
         )
     out.append("")

@@ -8,6 +8,7 @@ import pytest
 
 from mbolt_gguf.cli import main as commands
 from mbolt_gguf.describe import ranges
+from mbolt_gguf.rewrite import rewrite
 from mbolt_mlx.cli import sim
 from tests.gguf.conftest import F32, moe_block, moe_values
 from tests.gguf.makers import make_gguf
@@ -68,6 +69,23 @@ def test_a_split_model_and_its_words(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"in {len(files)} files" in out and "3 of 3 layers have experts: 8 each" in out
     assert "ffn_down_exps.bias" in out and "Not rewritten." in out
+
+
+@pytest.mark.parametrize("files", [0, 9])
+def test_what_a_rewrite_has_interleaved(tmp_path, capsys, files):
+    path = make_gguf(tmp_path / "m.gguf", "deepseek2-fused", split=files)
+    before = mapped(capsys, path)
+    rewrite(path, None, tmp_path / "out.gguf", layout="interleave", progress=False)
+    found = mapped(capsys, next(tmp_path.glob("out*.gguf")))
+    assert found["interleaved"] and found["rewritten"]["layout"] == "interleave"
+    assert found["token"]["present"] == before["token"]["interleaved"]
+    assert found["token"]["present"]["reads"] == before["token"]["present"]["reads"] // 2
+    for ours, theirs in zip(found["groups"], before["groups"], strict=True):
+        for one, other in zip(ours["slices"], theirs["slices"], strict=True):
+            assert {**one, "stride": 0} == {**other, "stride": 0}
+        assert sorted(s["name"] for s in ours["router"]) == sorted(
+            s["name"] for s in theirs["router"]
+        )
 
 
 def test_json_into_a_file(tmp_path, capsys):
