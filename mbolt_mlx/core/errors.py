@@ -101,6 +101,10 @@ class OutputError(MboltError):
     """A file cannot be written."""
 
 
+class BuildError(MboltError):
+    """llama.cpp cannot be fetched, patched or compiled, or its binaries are missing."""
+
+
 class MemoryLimitError(MboltError):
     """The model cannot run within the memory that was allowed."""
 
