@@ -94,11 +94,16 @@ def rewrite(
     output = Path(output) if output is not None else default_output(model, plan.layout)
     targets = targets_of(model, output)
     check_targets(model, targets, output)
-    done = named_already(targets, plan, force=force)
+    stamps = [_stamp(model, file) for file in plan.files]
+    done = named_already(targets, plan, stamps[0] if resume else None, force=force)
+    if len(done) == len(targets):  # only the end of tidying up is missing
+        for target in targets:
+            files.unlink(partial_paths(target)[1])
+        return Report(tuple(targets), plan.size, plan.size, plan.layout, plan.notes, 0.0, 0.0)
     check_space(targets, plan, done)
     if before is not None:
         before(plan, targets[0])
-    run = _Rewrite(model, plan, targets, done, resume)
+    run = _Rewrite(model, plan, targets, stamps, done, resume)
     with ExitStack() as stack:
         # Held to the end: no second process writes these files meanwhile.
         first = stack.enter_context(run.open(0, resume=resume))
@@ -121,14 +126,20 @@ class _Rewrite:
     """One run over the windows of a plan's files. A window's unit is its number in its file."""
 
     def __init__(
-        self, model: Model, plan: Plan, targets: Sequence[Path], done: set[int], resume: bool
+        self,
+        model: Model,
+        plan: Plan,
+        targets: Sequence[Path],
+        stamps: Sequence[str],
+        done: set[int],
+        resume: bool,
     ) -> None:
         self.model = model
         self.plan = plan
         self.targets = targets
         self.done = done
         self.resume = resume
-        self.stamps = [_stamp(model, file) for file in plan.files]
+        self.stamps = stamps
         self._since = 0
         self._lock = threading.Lock()
 
@@ -227,7 +238,8 @@ class _Rewrite:
             if number in self.done:
                 files.unlink(partial_paths(self.targets[number])[1])
             else:
-                self.open(number, resume=True).commit()
+                with self.open(number, resume=True) as out:
+                    out.commit()
         first.commit()
 
     def discard(self, first: Output) -> None:

@@ -58,23 +58,34 @@ def check_targets(model: Model, targets: list[Path], output: Path) -> None:
             raise OutputError("no such folder", path=target.parent)
 
 
-def named_already(targets: list[Path], plan: Plan, *, force: bool) -> set[int]:
+def named_already(targets: list[Path], plan: Plan, stamp: str | None, *, force: bool) -> set[int]:
     """The numbers of the files that an interrupted run has given their names.
 
-    Files get their names once all are whole, the first one last. So where the first is still
-    hidden, others that begin as planned are ours.
+    Files get their names once all are whole, the first one last. So while the first is hidden,
+    under the same ``stamp``, others that begin as planned are ours; and so are all together when
+    only its journal is left. None are for a ``stamp`` of None.
 
     Raises:
         OutputError: when another file has one of the names, unless ``force``.
     """
-    midway = not targets[0].exists() and all(p.exists() for p in partial_paths(targets[0]))
-    done = set()
-    for number, (target, file) in enumerate(zip(targets, plan.files, strict=True)):
-        if midway and _begins_as(target, file):
-            done.add(number)
-        elif target.exists() and not force:
+    done: set[int] = set()
+    partial, journal = partial_paths(targets[0])
+    if stamp and _is_journal_of(journal, stamp) and partial.exists() != targets[0].exists():
+        begun = zip(targets, plan.files, strict=True)
+        done = {number for number, (target, file) in enumerate(begun) if _begins_as(target, file)}
+        if targets[0].exists() and len(done) < len(targets):
+            done = set()
+    for number, target in enumerate(targets):
+        if target.exists() and number not in done and not force:
             raise OutputError("exists", path=target, hint="choose another name, or --force")
     return done
+
+
+def _is_journal_of(path: Path, stamp: str) -> bool:
+    try:
+        return stamp.encode() in files.read_whole(path, limit=1 << 30).partition(b"\n")[0]
+    except ReadError:
+        return False
 
 
 def _begins_as(path: Path, file: Layout) -> bool:
