@@ -16,7 +16,7 @@ from mbolt_mlx.core.reads import Batch
 from mbolt_mlx.core.residency import ABSENT, ResidentSet
 from mbolt_mlx.core.schedule import CallPlan, Step, carry_out, hottest, plan_call
 from mbolt_mlx.engine.fetch import Fetcher
-from mbolt_mlx.engine.rows import Compute, ManyTokens, OneToken, Rows
+from mbolt_mlx.engine.rows import Compute, ManyTokens, OneToken, Rows, all_rows
 from mbolt_mlx.engine.slots import LayerSlots
 
 # The result of a call this small may be kept until the layer's next one.
@@ -72,10 +72,11 @@ class OffloadedLayer:
         plan = plan_call(self.resident, tokens, self.slots.store.file_order)
         counts.hits += len(plan.hits)
         counts.misses += len(plan.misses)
+        slot_of, row_bytes = self.resident.slot_of, self.slots.store.expert_bytes
         if len(tokens) == 1:
-            rows: Rows = OneToken(compute, x, tokens[0].tolist(), self.resident.slot_of)
+            rows: Rows = OneToken(compute, x, tokens[0].tolist(), slot_of, row_bytes)
         else:
-            rows = ManyTokens(compute, x, tokens, self.resident.slot_of)
+            rows = ManyTokens(compute, x, tokens, slot_of, row_bytes)
         self._run(rows, plan)
         self.resident.policy.use(tokens)
         counts.evictions += self.resident.evictions - evicted
@@ -90,11 +91,12 @@ class OffloadedLayer:
         self._interrupted = False
         return y
 
-    def note_whole(self, indices: mx.array) -> None:
-        """Where choices are recorded, record those of a layer that fits whole."""
+    def forward_whole(self, compute: Compute, x: mx.array, indices: mx.array) -> mx.array:
+        """As `forward`, for a layer that fits whole: its slot numbers are expert ids."""
         if self.fetcher.note is not None:
             ids = np.array(indices)
             self.fetcher.note(self.slots.store.layer, ids.reshape(-1, ids.shape[-1]))
+        return all_rows(compute, x, indices, self.slots.store.expert_bytes)
 
     def _begin(self) -> None:
         """Wait for what still reads the slots, and distrust them if the last call was cut short.
@@ -204,7 +206,7 @@ class _Flow:
         self.started: list[int] = []
         self.coming = 0
         self.computing = 0
-        self._computations: deque[tuple[mx.array, list[int]]] = deque()
+        self._computations: deque[tuple[list[mx.array], list[int]]] = deque()
 
     def start(self) -> None:
         """Start the next steps, as far as their slots are free."""
@@ -224,17 +226,17 @@ class _Flow:
         """Start to compute the rows of ``experts``, which are in memory."""
         if not experts:
             return
-        y = self._rows.compute(experts)
-        mx.async_eval(y)
+        parts = self._rows.compute(experts)
+        mx.async_eval(*parts)
         leaving = [e for e in experts if e in self.leaving]
         if leaving:
-            self._computations.append((y, leaving))
+            self._computations.append((parts, leaving))
             self.computing += len(leaving)
 
     def release(self) -> None:
         """Wait for the oldest computation, if any, and let its slots go."""
         if self._computations:
-            y, experts = self._computations.popleft()
-            mx.eval(y)
+            parts, experts = self._computations.popleft()
+            mx.eval(*parts)
             self.computing -= len(experts)
             self._busy.difference_update(experts)

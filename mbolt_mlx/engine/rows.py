@@ -7,9 +7,12 @@ other, so they can be computed in any groups and put back in order, bit for bit 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
+
+from mbolt_mlx.engine.lanes import bounds, shares, side_by_side
 
 #: A stock container: rows ``[..., D]`` and slot numbers ``[..., K]`` to ``[..., K, D]``.
 Compute = Callable[[mx.array, mx.array], mx.array]
@@ -20,8 +23,8 @@ class Rows:
 
     count: int
 
-    def compute(self, experts: Sequence[int]) -> mx.array:
-        """Compute the rows of ``experts``, which are in memory."""
+    def compute(self, experts: Sequence[int]) -> list[mx.array]:
+        """The rows of ``experts``, which are in memory, in one or more parts to be evaluated."""
         raise NotImplementedError
 
     def combine(self, shape: tuple[int, ...]) -> mx.array:
@@ -33,27 +36,37 @@ class OneToken(Rows):
     count = 1
 
     def __init__(
-        self, compute: Compute, x: mx.array, experts: list[int], slot_of: list[int]
+        self,
+        compute: Compute,
+        x: mx.array,
+        experts: list[int],
+        slot_of: list[int],
+        row_bytes: int,
     ) -> None:
         self._compute = compute
+        self._row_bytes = row_bytes
         self._x = x
         self._experts = experts
         self._slot_of = slot_of
         self._parts: list[mx.array] = []
         self._order: list[int] = []
 
-    def compute(self, experts: Sequence[int]) -> mx.array:
+    def compute(self, experts: Sequence[int]) -> list[mx.array]:
         if len(experts) == len(self._experts):
             places = list(range(len(experts)))
         else:
             wanted = set(experts)
             places = [k for k, e in enumerate(self._experts) if e in wanted]
-        slots = mx.array([self._slot_of[self._experts[k]] for k in places], dtype=mx.uint32)
-        slots = slots.reshape(*self._x.shape[:-1], len(places))
-        y = self._compute(self._x, slots)
-        self._parts.append(y)
+        slots = [self._slot_of[self._experts[k]] for k in places]
+        ranges = bounds(len(slots), shares(len(slots), self._row_bytes))
+        parts = side_by_side([partial(self._rows, slots[a:b]) for a, b in ranges])
+        self._parts += parts
         self._order += places
-        return y
+        return parts
+
+    def _rows(self, slots: list[int]) -> mx.array:
+        shape = *self._x.shape[:-1], len(slots)
+        return self._compute(self._x, mx.array(slots, dtype=mx.uint32).reshape(shape))
 
     def combine(self, shape: tuple[int, ...]) -> mx.array:
         if len(self._parts) == 1:
@@ -64,10 +77,16 @@ class OneToken(Rows):
 
 class ManyTokens(Rows):
     def __init__(
-        self, compute: Compute, x: mx.array, tokens: np.ndarray, slot_of: list[int]
+        self,
+        compute: Compute,
+        x: mx.array,
+        tokens: np.ndarray,
+        slot_of: list[int],
+        row_bytes: int,
     ) -> None:
         self.count, self._k = tokens.shape
         self._compute = compute
+        self._row_bytes = row_bytes
         self._x = x.reshape(-1, x.shape[-1])
         self._slot_of = slot_of
         self._flat = tokens.reshape(-1)
@@ -80,7 +99,7 @@ class ManyTokens(Rows):
         self._parts: list[mx.array] = []
         self._order: list[np.ndarray] = []
 
-    def compute(self, experts: Sequence[int]) -> mx.array:
+    def compute(self, experts: Sequence[int]) -> list[mx.array]:
         # In the order of slots, as the sorted kernels want it.
         experts = sorted(experts, key=self._slot_of.__getitem__)
         ranges = [self._range[e] for e in experts]
@@ -89,11 +108,15 @@ class ManyTokens(Rows):
             np.array([self._slot_of[e] for e in experts], dtype=np.uint32),
             [b - a for a, b in ranges],
         )
-        rows = self._x[mx.array((places // self._k).astype(np.uint32))]
-        y = self._compute(rows, mx.array(slots)[:, None]).squeeze(-2)
-        self._parts.append(y)
+        ranges = bounds(len(places), shares(len(places), self._row_bytes))
+        parts = side_by_side([partial(self._rows, places[a:b], slots[a:b]) for a, b in ranges])
+        self._parts += parts
         self._order.append(places)
-        return y
+        return parts
+
+    def _rows(self, places: np.ndarray, slots: np.ndarray) -> mx.array:
+        rows = self._x[mx.array((places // self._k).astype(np.uint32))]
+        return self._compute(rows, mx.array(slots)[:, None]).squeeze(-2)
 
     def combine(self, shape: tuple[int, ...]) -> mx.array:
         order = np.concatenate(self._order)
@@ -102,3 +125,24 @@ class ManyTokens(Rows):
         y = self._parts[0] if len(self._parts) == 1 else mx.concatenate(self._parts, axis=0)
         self._parts = []
         return y[mx.array(back)].reshape(*shape, y.shape[-1])
+
+
+def all_rows(compute: Compute, x: mx.array, indices: mx.array, row_bytes: int) -> mx.array:
+    """``compute(x, indices)`` where every expert has its own slot: nothing to wait for or to map.
+
+    Args:
+        row_bytes: weights that a row goes through.
+    """
+    parts = shares(indices.size, row_bytes)
+    k = indices.shape[-1]
+    if parts == 1:
+        return compute(x, indices)
+    if indices.size == k:
+        ranges = bounds(k, parts)
+        ys = side_by_side([partial(compute, x, indices[..., a:b]) for a, b in ranges])
+        return mx.concatenate(ys, axis=-2)
+    rows, chosen = x.reshape(-1, x.shape[-1]), indices.reshape(-1, k)
+    ranges = bounds(len(chosen), min(parts, len(chosen)))
+    ys = side_by_side([partial(compute, rows[a:b], chosen[a:b]) for a, b in ranges])
+    y = mx.concatenate(ys, axis=0)
+    return y.reshape(*indices.shape, y.shape[-1])

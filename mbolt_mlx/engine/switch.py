@@ -57,10 +57,8 @@ def _offloaded_class(stock: type[nn.Module]) -> type[nn.Module]:
 
         def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
             layer = self._offloaded
-            if layer.whole:
-                layer.note_whole(indices)
-                return stock.__call__(self, x, indices)
-            return layer.forward(lambda rows, slots: stock.__call__(self, rows, slots), x, indices)
+            forward = layer.forward_whole if layer.whole else layer.forward
+            return forward(lambda rows, slots: stock.__call__(self, rows, slots), x, indices)
 
         _classes[key] = type(f"Offloaded{stock.__name__}", (stock,), {"__call__": call})
     return _classes[key]
