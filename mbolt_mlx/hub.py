@@ -37,17 +37,11 @@ def snapshot(repository: str, *, revision: str | None = None, progress: bool = T
         NamesError: the repository or revision does not exist, is closed to this user, or cannot
             be reached, and the cache does not hold it in full.
     """
-    from huggingface_hub import constants
-
-    folder = _cached(repository, revision)
+    folder = cached(repository, revision)
     if folder is not None and is_complete(folder):
         return folder
     partly = "only part of it is in the cache" if folder else "it is not in the cache"
-    if constants.HF_HUB_OFFLINE:
-        raise NamesError(
-            f"{repository} cannot be downloaded: HF_HUB_OFFLINE is set and {partly}",
-            hint="unset it, or give a folder",
-        )
+    reach(repository, revision, partly)
     folder = _download(repository, revision, progress, partly)
     if not is_complete(folder):
         raise NamesError(
@@ -72,7 +66,34 @@ def is_complete(folder: Path) -> bool:
     return all((folder / str(shard)).is_file() for shard in shards)
 
 
-def _cached(repository: str, revision: str | None) -> Path | None:
+def reach(repository: str, revision: str | None, partly: str) -> None:
+    """Ask the hub whether it has ``repository``, before anything that would wait and try again.
+
+    Args:
+        partly: what this machine has of it, for the errors.
+
+    Raises:
+        NamesError: it has not, or it does not answer within `TIMEOUT`.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise NamesError(
+            f"{repository} cannot be downloaded: HF_HUB_OFFLINE is set and {partly}",
+            hint="unset it, or give a folder",
+        )
+    try:
+        HfApi().model_info(repository, revision=revision, timeout=TIMEOUT)
+    except Exception as error:
+        raise explain(error, repository, revision, partly) from error
+
+
+def cached(repository: str, revision: str | None) -> Path | None:
+    """The snapshot in the hub's cache, whole or not; None where there is none.
+
+    Raises:
+        NamesError: when the cache cannot be used.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -89,28 +110,25 @@ def _cached(repository: str, revision: str | None) -> Path | None:
 
 
 def _download(repository: str, revision: str | None, progress: bool, partly: str) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    try:
-        # Asked first because it takes a timeout; the download itself waits for minutes.
-        HfApi().model_info(repository, revision=revision, timeout=TIMEOUT)
-    except Exception as error:
-        raise _explain(error, repository, revision, partly) from error
     try:
         with _bars(progress):
             return Path(
                 snapshot_download(repository, revision=revision, allow_patterns=list(PATTERNS))
             )
     except Exception as error:
-        raise _explain(error, repository, revision, partly) from error
+        raise explain(error, repository, revision, partly) from error
 
 
-def _explain(error: Exception, repository: str, revision: str | None, partly: str) -> NamesError:
+def explain(error: Exception, repository: str, revision: str | None, partly: str) -> NamesError:
     """Say in one line why the hub's library failed; its own texts run over many."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.RevisionNotFoundError):
         return NamesError(f"{repository} has no revision {revision!r}")
+    if isinstance(error, errors.NotASafetensorsRepoError):
+        return NamesError(f"{repository} has no safetensors files on the hub")
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     status = getattr(getattr(error, "response", None), "status_code", None)

@@ -105,7 +105,7 @@ def open_headers(name: str, *, revision: str | None = None) -> Headers:
     from mbolt_mlx import hub, names
 
     repository = _repository(name)
-    cached = hub._cached(repository, revision) if repository else None
+    cached = hub.cached(repository, revision) if repository else None
     if repository and not (cached and hub.is_complete(cached)):
         from mbolt_mlx.storage.remote import open_remote
 

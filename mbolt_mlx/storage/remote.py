@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mbolt_mlx.core.errors import CheckpointError, NamesError
+from mbolt_mlx import hub
+from mbolt_mlx.core.errors import CheckpointError
 from mbolt_mlx.storage.checkpoint import Checkpoint, Shard, Tensor
 
 TIMEOUT = 20
@@ -24,15 +25,13 @@ def open_remote(repository: str, *, revision: str | None = None) -> Checkpoint:
     """
     from huggingface_hub import HfApi, hf_hub_download
 
+    here = "it is not in the cache"
+    hub.reach(repository, revision, here)
     try:
         path = hf_hub_download(repository, "config.json", revision=revision)
         found = HfApi().get_safetensors_metadata(repository, revision=revision, timeout=TIMEOUT)
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise NamesError(
-            f"the headers of {repository} cannot be read: {reason[:200]}",
-            hint="check the name and the network, or give a folder",
-        ) from error
+        raise hub.explain(error, repository, revision, here) from error
     try:
         config = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -10,6 +10,12 @@ from mbolt_mlx.storage.experts import find_experts
 from mbolt_mlx.storage.remote import open_remote
 
 
+@pytest.fixture(autouse=True)
+def online(monkeypatch):
+    """The tests' own setting forbids the network; here the hub's library is replaced instead."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
 @pytest.fixture
 def hub(tiny_model_sharded, monkeypatch):
     """A hub that holds one tiny model."""
@@ -35,6 +41,7 @@ def hub(tiny_model_sharded, monkeypatch):
             files[shard.file] = SimpleNamespace(tensors=tensors)
         return SimpleNamespace(files_metadata=files)
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", headers)
     config = str(tiny_model_sharded / "config.json")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: config)
@@ -50,14 +57,42 @@ def test_the_same_layers_and_bytes_as_from_the_files(hub):
         assert (a.layer, a.experts, a.pieces) == (b.layer, b.experts, b.pieces)
 
 
-def test_a_hub_that_fails_is_one_line(monkeypatch):
+def test_a_hub_that_fails_is_one_line(hub, monkeypatch):
     import huggingface_hub
 
     def fails(*args, **kwargs):
         raise OSError("no route\nto host")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
-    with pytest.raises(NamesError, match="org/name cannot be read: no route to host"):
+    monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", fails)
+    with pytest.raises(NamesError, match=r"cannot be reached for org/name \(no route\)"):
+        open_remote("org/name")
+
+
+def test_a_hub_that_is_away_is_asked_once(monkeypatch):
+    """The hub's own library would try five times, for 23 seconds, and say so each time."""
+    import huggingface_hub
+
+    def fails(*args, **kwargs):
+        raise OSError("no route to host")
+
+    def never(*args, **kwargs):
+        pytest.fail("asked for more")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fails)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", never)
+    with pytest.raises(NamesError, match="cannot be reached for org/name"):
+        open_remote("org/name")
+
+
+def test_a_repository_of_another_format_is_one_line(hub, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    def fails(*args, **kwargs):
+        raise NotASafetensorsRepoError("org/name is not a safetensors repo.")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", fails)
+    with pytest.raises(NamesError, match="org/name has no safetensors files"):
         open_remote("org/name")
 
 
