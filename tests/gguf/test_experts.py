@@ -1,8 +1,6 @@
 """Split models, and which tensors belong to which expert."""
 
-import os
 import re
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -361,11 +359,9 @@ def test_names_of_tensors():
     assert parse("token_embd.weight") is None and parse("v.blk.0.ffn_up_exps.weight") is None
 
 
-def test_every_name_of_the_pinned_llama_cpp_is_known():
-    source = os.environ.get("MBOLT_LLAMA_SOURCE")
-    if not source:
-        pytest.skip("MBOLT_LLAMA_SOURCE names no source of llama.cpp")
-    text = (Path(source) / "src/llama-arch.cpp").read_text()
+@pytest.mark.slow
+def test_every_name_of_the_pinned_llama_cpp_is_known(llama):
+    text = (llama.stock.parents[1] / "src/src/llama-arch.cpp").read_text()
     stems = {s for s in re.findall(r'"blk\.%d\.([^"]+)"', text) if "%d" not in s}
     by_expert = {
         *ROLES, "ffn_gate_inp", "exp_probs_b", "exp_probs_b_vl", "ffn_gate_tid2eid",
