@@ -1,0 +1,121 @@
+"""What it takes to start a binary of llama.cpp so that experts are streamed: flags and environment.
+
+The flags are those of the pinned version. The user's own come last and win; a flag of ours is left
+out where the user says the same thing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mbolt_gguf.build import binary
+from mbolt_gguf.experts import find_experts
+from mbolt_gguf.interleaved import KEY_INTERLEAVED
+from mbolt_gguf.model import Model
+from mbolt_gguf.prefetch_map import is_stale, map_path, write_map
+from mbolt_mlx.core.errors import BuildError
+
+MODES, ADVICES = ("read", "willneed"), ("random", "none")
+
+# What streaming needs → the user's flags that speak of the same.
+_FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
+    # A repacked weight is a copy in memory: nothing is left to stream.
+    ("--no-repack",): ("--repack", "-nr", "--no-repack"),
+    ("--cpu-moe",): ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe", "-ot", "--override-tensor"),
+    ("--load-mode", "mmap"): ("-lm", "--load-mode"),
+    # The warm-up goes through every expert: it would read the whole model.
+    ("--no-warmup",): ("--warmup", "--no-warmup"),
+}
+# Large batches would be copied to a GPU slice by slice, which blocks of pieces do not allow.
+_INTERLEAVED = {("--no-op-offload",): ("--op-offload", "--no-op-offload")}
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How chosen experts are read.
+
+    Args:
+        mode: ``read`` waits for them; ``willneed`` only tells the system.
+        threads: reads at a time.
+        advice: ``random`` turns readahead off in the experts' part of the memory map.
+        stats: print totals at the end.
+    """
+
+    mode: str = "read"
+    threads: int = 4
+    advice: str = "random"
+    stats: bool = False
+
+    def environment(self, path: Path) -> dict[str, str]:
+        """The patches' variables, for the map ``path``."""
+        return {
+            "MBOLT_PREFETCH": str(path),
+            "MBOLT_PREFETCH_MODE": self.mode,
+            "MBOLT_PREFETCH_THREADS": str(self.threads),
+            "MBOLT_PREFETCH_ADVICE": self.advice,
+            **({"MBOLT_PREFETCH_STATS": "1"} if self.stats else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A program, its arguments (the first is its name) and its environment."""
+
+    program: Path
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def start(self) -> None:
+        """Become the program; returns only by raising.
+
+        Raises:
+            BuildError: when the system refuses to start it.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            os.execve(self.program, self.arguments, self.environment)
+        except OSError as error:
+            raise BuildError(f"cannot start: {error.strerror}", path=self.program) from error
+
+
+def prepare(
+    name: str,
+    path: str | Path,
+    flags: Sequence[str] = (),
+    *,
+    prefetch: Prefetch | None = Prefetch(),  # noqa: B008 (frozen)
+    trace: Path | None = None,
+) -> Launch:
+    """The launch of the built ``name`` with the model ``path`` and the user's ``flags``.
+
+    The prefetch map is written first when it is missing or stale. A model without experts gets no
+    map, and none of our flags.
+
+    Raises:
+        BuildError: when ``name`` is not built.
+        GgufError, UnsupportedError: when the model is malformed.
+        OutputError: when the map cannot be written.
+    """
+    program = binary(name)
+    model = Model.open(path)
+    ours: list[str] = []
+    environment = dict(os.environ)
+    if find_experts(model):
+        wanted = {**_FLAGS, **(_INTERLEAVED if model.get(KEY_INTERLEAVED) else {})}
+        for flag, same in wanted.items():
+            if not any(given.partition("=")[0] in same for given in flags):
+                ours += flag
+        if prefetch is not None:
+            place = map_path(model)
+            if is_stale(model):
+                write_map(model, place)
+            environment |= prefetch.environment(place)
+    if trace is not None:
+        environment["MBOLT_TRACE"] = str(trace)
+    arguments = (str(program), "-m", str(model.path), *ours, *flags)
+    return Launch(program, arguments, environment)
