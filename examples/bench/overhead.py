@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 
 import common
 import make_model
+import sparse
 
 TARGET_US, TARGET_OPEN_S = 60, 0.3
 SLOTS = 16
@@ -96,35 +96,7 @@ def sparse_model(folder: Path) -> Path:
     from mbolt_mlx.storage.plan import make_plan
 
     config = {"model_type": "qwen3_moe", "num_experts": EXPERTS, "num_hidden_layers": LAYERS}
-    (folder / "config.json").write_text(json.dumps(config))
-    shards, where = 27, {}
-    for n in range(shards):
-        file, header, end = f"model-{n + 1:05d}-of-{shards:05d}.safetensors", {}, 0
-        for layer in range(n * LAYERS // shards, (n + 1) * LAYERS // shards):
-            for name, rows, columns in (
-                ("gate_proj", WIDTH, HIDDEN),
-                ("up_proj", WIDTH, HIDDEN),
-                ("down_proj", HIDDEN, WIDTH),
-            ):
-                for kind, dtype, width, size in (
-                    ("weight", "U32", columns // 8, 4),
-                    ("scales", "BF16", columns // 64, 2),
-                    ("biases", "BF16", columns // 64, 2),
-                ):
-                    tensor = f"model.layers.{layer}.mlp.switch_mlp.{name}.{kind}"
-                    nbytes = EXPERTS * rows * width * size
-                    header[tensor] = {
-                        "dtype": dtype,
-                        "shape": [EXPERTS, rows, width],
-                        "data_offsets": [end, end + nbytes],
-                    }
-                    end += nbytes
-                    where[tensor] = file
-        text = json.dumps(header).encode()
-        with (folder / file).open("wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            out.truncate(8 + len(text) + end)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    sparse.write(folder, config, sparse.affine4(HIDDEN, WIDTH), shards=27)
     checkpoint = Checkpoint.open(folder)
     layers = find_experts(checkpoint)
     source = source_of(checkpoint)

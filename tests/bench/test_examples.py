@@ -144,7 +144,7 @@ def test_limited_refuses_nonsense(arguments, said):
 
 @linux
 def test_every_script_explains_itself():
-    scripts = [p for p in BENCH.glob("*.py") if p.name != "common.py"]
+    scripts = [p for p in BENCH.glob("*.py") if p.name not in ("common.py", "sparse.py")]
     options = {"stdout": subprocess.PIPE, "text": True, "env": environment()}
     running = [subprocess.Popen([sys.executable, str(p), "--help"], **options) for p in scripts]
     for path, process in zip(scripts, running, strict=True):
