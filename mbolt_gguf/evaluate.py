@@ -84,6 +84,9 @@ def evaluate(
 ) -> Run:
     """Evaluate ``tokens`` of ``model`` and read what the driver wrote.
 
+    Without ``logits`` the last layer routes only the last token of each pass, for llama.cpp leaves
+    out what no output needs.
+
     Raises:
         UnsupportedError: when the driver refuses the model, with its last line.
     """

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mbolt_gguf.types import block_of
-from tests.gguf.llama import llama, user_cache
+from tests.gguf.llama import llama, quick_path, user_cache
 
-__all__ = ["llama", "user_cache"]  # fixtures
+__all__ = ["llama", "quick_path", "user_cache"]  # fixtures
 
 NUMBERS = {
     "u8": (0, "<B"), "i8": (1, "<b"), "u16": (2, "<H"), "i16": (3, "<h"), "u32": (4, "<I"),
