@@ -203,10 +203,6 @@ class ResidentSet:
         misses = [e for e in experts if slot_of[e] == ABSENT]
         return hits, misses
 
-    def place(self, expert: int, keep: Collection[int]) -> int:
-        """Give ``expert`` a slot, a free one or a victim's, and return the slot."""
-        return self.place_all([expert], keep)[0]
-
     def place_all(self, experts: Sequence[int], keep: Collection[int]) -> list[int]:
         """Give each of ``experts``, all absent, a slot; evict none of ``keep``.
 

@@ -175,13 +175,10 @@ class LayerSlots:
                 )
         return out
 
-    def landed(self, slots: list[int]) -> bool:
-        """Bring what was read into the MLX arrays; False where it is there already."""
-        if self.aliased:
-            return False
+    def landed(self, slots: list[int]) -> None:
+        """Bring what was read into the MLX arrays, where it is not there already."""
         for pool in self._pools:
             pool.landed(slots)
-        return True
 
     def shrink(self, slots: int, moves: Sequence[tuple[int, int]]) -> None:
         """Reallocate with fewer slots, a piece at a time; ``moves`` are (old, new) slots kept."""

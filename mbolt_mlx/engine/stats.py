@@ -5,32 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mbolt_mlx.core.counts import Counts
+
 
 @dataclass
-class PhaseStats:
-    """Counts of one phase.
+class PhaseStats(Counts):
+    """Counts and times of one phase.
 
-    ``hits`` and ``misses`` count experts, once a layer and forward, however many tokens chose
-    them. ``reads`` are calls to the drive after merging, ``bytes`` what they asked for. Times are
-    in seconds: ``read_wait_s`` is spent waiting for the drive with nothing left to start,
-    ``readback_wait_s`` waiting for the router's choice (which includes the computation before
-    it).
+    Times are in seconds: ``read_wait_s`` is spent waiting for the drive with nothing left to
+    start, ``readback_wait_s`` waiting for the router's choice (which includes the computation
+    before it).
     """
 
-    tokens: int = 0
     forwards: int = 0
     seconds: float = 0.0
-    hits: int = 0
-    misses: int = 0
-    reads: int = 0
-    bytes: int = 0
-    evictions: int = 0
     read_wait_s: float = 0.0
     readback_wait_s: float = 0.0
     readbacks: int = 0
-
-    def _per_token(self, value: float) -> float:
-        return value / self.tokens if self.tokens else 0.0
 
     @property
     def tps(self) -> float:
@@ -38,35 +29,29 @@ class PhaseStats:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
-    def hit_rate(self) -> float:
-        """Share of the wanted experts that were in memory; 1 where none was read."""
-        total = self.hits + self.misses
-        return self.hits / total if total else 1.0
-
-    @property
     def misses_per_token(self) -> float:
         """Experts read a token, over all layers."""
-        return self._per_token(self.misses)
+        return self.per_token("misses")
 
     @property
     def reads_per_token(self) -> float:
         """Calls to the drive a token."""
-        return self._per_token(self.reads)
+        return self.per_token("reads")
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes read a token."""
-        return self._per_token(self.bytes)
+        return self.per_token("bytes")
 
     @property
     def read_wait_s_per_token(self) -> float:
         """Seconds a token spent waiting for the drive."""
-        return self._per_token(self.read_wait_s)
+        return self.per_token("read_wait_s")
 
     @property
     def readback_wait_s_per_token(self) -> float:
         """Seconds a token spent waiting for the router's choice."""
-        return self._per_token(self.readback_wait_s)
+        return self.per_token("readback_wait_s")
 
     @property
     def cold_read_share(self) -> float:

@@ -221,7 +221,7 @@ def test_resident_set_keeps_its_invariants_whatever_happens(name, seed):
         else:
             absent = [e for e in range(experts) if table.slot_of[e] == ABSENT]
             if absent:
-                table.place(pick.choice(absent), keep=())
+                table.place_all([pick.choice(absent)], keep=())
         check(table, experts, slots)
 
 
