@@ -155,6 +155,7 @@ class _Rewrite:
             for number, file in enumerate(self.plan.files):
                 if number in self.done:
                     before = file.size
+                    bar.skip(before)
                 elif number == 0:
                     before = self._write_file(first, file, bar)
                 else:

@@ -20,9 +20,10 @@ class Progress:
             )
 
     def skip(self, done: int) -> None:
-        """Count ``done`` bytes that an earlier run did, without counting them as speed."""
+        """Count ``done`` more bytes that an earlier run did, without counting them as speed."""
         if self._bar is not None and done:
-            self._bar.initial = self._bar.n = done
+            self._bar.initial += done
+            self._bar.n += done
             self._bar.refresh()
 
     def advance(self, done: int) -> None:
