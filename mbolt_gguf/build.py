@@ -1,8 +1,10 @@
 """llama.cpp with our patches, built once into the user's cache.
 
-``<cache>/llama/<key>/`` holds src, driver, build, bin, build.log and, when targets are finished,
-build.json. The key is a hash of the pin, the patches, the driver and the flags, so another version
-of any of them is another folder. The unpatched tree (for mbolt-driver-stock) has a folder too.
+``<cache>/llama/<key>/`` holds bin and build.json. The key is a hash of the pin, the patches, the
+driver and the flags, so another version of any of them is another folder; the unpatched tree (for
+mbolt-driver-stock) has one too. All are compiled in ``<cache>/llama/work/``, which keeps the last
+one's sources and objects: names in there are the same for every key, so ccache finds what did not
+change.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ def binaries() -> dict[str, Path] | None:
             records.append((record.get("finished", 0), path.parent))
     found = {}
     for _, folder in sorted(records):
-        found |= {path.name: path for path in sorted((folder / "bin").iterdir()) if path.is_file()}
+        names = sorted(path.name for path in (folder / "bin").iterdir())
+        found |= {name: folder / "bin" / name for name in names if not name.startswith(".")}
     return found or None
 
 
@@ -135,24 +138,24 @@ def _build(
     if (folder / _RECORD).exists() and all(path.is_file() for path in found.values()):
         return found
     compiling.check_tools()
+    work = folder.parent / "work"
+    files.make_folder(work)
     files.make_folder(folder / "bin")
-    lock = files.open_write(folder / ".lock")
+    lock = files.open_write(work / ".lock")
     try:
         if not files.try_lock(lock):
-            raise BuildError("another process is building here", path=folder)
-        _make_sources(variant, source, quiet)
+            raise BuildError("another process is building here", path=work)
+        _make_sources(variant, work, source, quiet)
         if not quiet:
             print(f"compiling {', '.join(wanted)} ({jobs} at a time)", file=sys.stderr)
         stock = [] if variant.patched else ["-DMBOLT_STOCK=ON"]
-        tree = f"-DLLAMA_TREE={folder / 'src'}"
-        log = folder / "build.log"
-        compiling.configure(
-            folder / "driver", folder / "build", [*variant.flags, tree, *stock], log
-        )
-        compiling.compile_targets(folder / "build", wanted, log, jobs=jobs, quiet=quiet)
+        options = [*variant.flags, f"-DLLAMA_TREE={work / 'src'}", *stock]
+        log = work / "build.log"
+        compiling.configure(work / "driver", work / "build", options, log)
+        compiling.compile_targets(work / "build", wanted, log, jobs=jobs, quiet=quiet)
         for name, path in found.items():
             part = path.with_name(f".{name}.partial")
-            shutil.copy2(folder / "build" / "bin" / name, part)
+            shutil.copy2(work / "build" / "bin" / name, part)
             files.replace(part, path)
         _write_record(variant, time.time() - started)
     finally:
@@ -160,15 +163,17 @@ def _build(
     return found
 
 
-def _make_sources(variant: Variant, source: Path | None, quiet: bool) -> None:
-    folder = variant.folder
-    if not (folder / "src").is_dir():
-        prepare(variant.pin, folder / "src", source=source, patched=variant.patched, quiet=quiet)
-    if not (folder / "driver").is_dir():
-        part = folder / ".driver.partial"
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.copytree(variant.pin.folder / "driver", part)
-        files.replace(part, folder / "driver")
+def _make_sources(variant: Variant, work: Path, source: Path | None, quiet: bool) -> None:
+    """Fill ``work`` for ``variant``, unless it is there from an earlier build."""
+    stamp = work / "key"
+    if stamp.is_file() and stamp.read_text() == variant.folder.name:
+        return
+    files.unlink(stamp)
+    for name in ("build", "driver"):
+        shutil.rmtree(work / name, ignore_errors=True)
+    prepare(variant.pin, work / "src", source=source, patched=variant.patched, quiet=quiet)
+    shutil.copytree(variant.pin.folder / "driver", work / "driver")
+    write_whole(stamp, variant.folder.name.encode())
 
 
 def _write_record(variant: Variant, seconds: float) -> None:

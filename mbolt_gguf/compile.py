@@ -22,7 +22,7 @@ _COMMON = [
     "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_BUILD_APP=OFF",
-    "-DLLAMA_BUILD_NUMBER=",
+    "-DLLAMA_BUILD_NUMBER=0",
 ]
 # A native build on a processor with AMX moves weights into a layout of its own, and has crashed.
 _X86 = ["GGML_AVX2", "GGML_FMA", "GGML_F16C", "GGML_BMI2"]
