@@ -97,8 +97,11 @@ class Layout:
             for rows in part.rows
             for segment in rows.segments(part.offset, lo, hi)
         ]
-        if sum(length for _, _, length, _ in segments) < hi - lo:
-            out[:] = 0
+        end = 0
+        for place, length in sorted((s[3], s[2]) for s in segments):
+            out[end:place] = 0
+            end = place + length
+        out[end:] = 0
         if lo < len(self.head):
             head = np.frombuffer(self.head, np.uint8, min(len(self.head), hi) - lo, lo)
             out[: len(head)] = head
