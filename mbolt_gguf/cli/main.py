@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 from mbolt_mlx.core.commands import CommandLine
 
 LOGGERS = ("mbolt_mlx", "mbolt_gguf")
 
+# A command is imported only when it is used.
 COMMANDS = {
     "map": "mbolt_gguf.cli.map",
     "rewrite": "mbolt_gguf.cli.rewrite",
@@ -21,7 +21,6 @@ COMMANDS = {
     "run": "mbolt_gguf.cli.run",
     "serve": "mbolt_gguf.cli.serve",
 }
-COMMANDS = {name: path for name, path in COMMANDS.items() if find_spec(path)}
 
 _LINE = CommandLine(
     "mbolt-gguf",
