@@ -5,7 +5,7 @@ The same as ``mbolt-mlx coalesce --model MODEL_DIR -o SIDEFILE``.
 
 import sys
 
-from mbolt_mlx.cli.coalesce import script
+from mbolt_mlx.cli.coalesce_rewrite import main
 
 if __name__ == "__main__":
-    sys.exit(script())
+    sys.exit(main())

@@ -81,6 +81,9 @@ def check(scripts, elsewhere):
     help_text = run(scripts / "mbolt-mlx", "--help", cwd=elsewhere)
     assert "generate" in help_text
     assert "usage" in run(scripts / "coalesce_rewrite.py", "--help", cwd=elsewhere)
+    assert "build-llama" in run(scripts / "mbolt-gguf", "--help", cwd=elsewhere)
+    assert "--layout" in run(scripts / "mbolt", "--help", cwd=elsewhere)
+    assert "prefetch-map" in run(scripts / "mbolt-sim", "--help", cwd=elsewhere)
     text = run(
         *(scripts / "mbolt-mlx", "generate", "--model", "demo", "--resident", "0.25"),
         *("--prompt", "Once", "--max-tokens", "8", "--verbose", "False"),

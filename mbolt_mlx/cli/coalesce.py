@@ -10,7 +10,7 @@ from typing import Any
 
 from mbolt_mlx.cli.experts import open_experts
 from mbolt_mlx.core import files
-from mbolt_mlx.core.errors import MboltError, UsageError
+from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.perms import read_perms, tier_hints
 from mbolt_mlx.storage.checkpoint import Checkpoint
@@ -29,10 +29,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--model", required=True, help="a folder, a hub repository, or a short name"
     )
     parser.add_argument("--revision", help="revision of the hub repository")
-    _add_common(parser)
+    add_common(parser)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the options of all programs that write a side-file."""
     parser.add_argument(
         "-o", "--output", type=Path, help="the side-file (default: in the user's cache)"
     )
@@ -169,22 +170,3 @@ def _ask(size: int) -> None:
     print("Write it? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UsageError("nothing was written")
-
-
-def script(argv: list[str] | None = None) -> int:
-    """``coalesce_rewrite.py MODEL_DIR -o SIDEFILE``; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="coalesce_rewrite.py", description=HELP)
-    parser.add_argument("model", metavar="MODEL_DIR", help="folder of the model, or its name")
-    _add_common(parser)
-    args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except MboltError as error:
-        print(f"coalesce_rewrite.py: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(script())

@@ -102,7 +102,7 @@ def _assumptions(args: argparse.Namespace, notes: list[str]) -> Assumptions:
 
 def _free(side_file: str | None) -> int | None:
     """Free bytes where the side-file would go, by default in the user's cache."""
-    from mbolt_mlx.storage.locate import cache_folder
+    from mbolt_mlx.core.places import cache_folder
 
     place = Path(side_file).expanduser().parent if side_file else cache_folder()
     while not place.exists() and place != place.parent:

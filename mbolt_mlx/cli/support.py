@@ -36,9 +36,7 @@ def run(args: argparse.Namespace) -> int:
         print(line.rstrip())
     formats = max((entry["formats"] for entry in matrix), key=len)
     print(f"\nformats: {', '.join(formats)}")
-    for entry in matrix:
-        if entry["reason"]:
-            print(f"{entry['architecture']}: {entry['reason']}")
+    print("\n".join(remarks(matrix)))
     return 0
 
 
@@ -56,3 +54,15 @@ def row(entry: dict[str, Any]) -> list[str]:
         ", ".join(name for name, how in layouts.items() if how == "files") or "-",
         ", ".join(name for name, how in layouts.items() if how == "side-file") or "-",
     ]
+
+
+def remarks(matrix: list[dict[str, Any]]) -> list[str]:
+    """A line for each architecture that needs words, and one on layouts that are refused."""
+    lines = [f"{e['architecture']}: {e['reason']}" for e in matrix if e["reason"]]
+    refused: dict[str, list[str]] = {}
+    for entry in matrix:
+        for name, how in entry["layouts"].items():
+            if how == "refused":
+                refused.setdefault(name, []).append(entry["architecture"])
+    found = "; ".join(f"{name} ({', '.join(who)})" for name, who in sorted(refused.items()))
+    return [*lines, f"refused, as mlx-lm does not load them either: {found}"]

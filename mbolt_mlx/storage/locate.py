@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mbolt_mlx.core.errors import CheckpointError, MboltError, ReadError, SideFileError
+from mbolt_mlx.core.places import cache_folder
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.experts import ExpertLayer
 from mbolt_mlx.storage.header import Header, read_header_of
@@ -27,16 +26,6 @@ class SideFile:
 
     path: Path
     manifest: Manifest
-
-
-def cache_folder() -> Path:
-    """The user's cache for side-files: ``$XDG_CACHE_HOME/mbolt``, or the system's usual place."""
-    set_by_user = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(set_by_user):
-        return Path(set_by_user) / "mbolt"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mbolt"
-    return Path.home() / ".cache" / "mbolt"
 
 
 def default_side_file(checkpoint: Checkpoint) -> Path:

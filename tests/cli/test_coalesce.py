@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mbolt_mlx.cli import coalesce as command
-from mbolt_mlx.cli.coalesce import script
+from mbolt_mlx.cli.coalesce_rewrite import main as script
 from mbolt_mlx.cli.main import main
 from mbolt_mlx.core import files
 from mbolt_mlx.storage.checkpoint import Checkpoint

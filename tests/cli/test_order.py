@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mbolt_mlx
-from mbolt_mlx.cli import coalesce
+from mbolt_mlx.cli import coalesce_rewrite
 from mbolt_mlx.cli.main import main
 from mbolt_mlx.profile.perms import make_perms, read_perms, tier_hints, write_perms
 from mbolt_mlx.profile.traces import LayerInfo, Pass, make_trace
@@ -36,7 +36,7 @@ def perms(trace, tmp_path_factory):
 def written(model, perms, folder, *more):
     output = folder / "experts.safetensors"
     argv = [str(model), "-o", str(output), "--order", str(perms), "-q", *more]
-    assert coalesce.script(argv) == 0
+    assert coalesce_rewrite.main(argv) == 0
     return output
 
 
@@ -69,7 +69,7 @@ def test_profile_reads_it_back(tiny_model_q4, perms, tmp_path, capsys):
     a, b = read_perms(perms), read_perms(again)
     assert a.order("chain") == b.order("chain") and a.heat == b.heat
     assert a.order("heat") == b.order("heat")
-    assert coalesce.script([str(tiny_model_q4), "-o", str(tmp_path / "p.st"), "-q"]) == 0
+    assert coalesce_rewrite.main([str(tiny_model_q4), "-o", str(tmp_path / "p.st"), "-q"]) == 0
     assert main(["profile", str(tmp_path / "p.st"), "-o", str(again)]) == 0
     assert read_perms(again).order("chain")[0] == list(range(8))
 
@@ -112,7 +112,7 @@ def test_a_profile_of_another_model_is_refused(tiny_model_q4, tmp_path, capsys):
     other = make_trace([Pass("decode", {n: np.array([[0, 1]]) for n in layers})], layers)
     write_perms(tmp_path / "p.json", make_perms(other))
     argv = [str(tiny_model_q4), "-o", str(tmp_path / "x"), "--order", str(tmp_path / "p.json")]
-    assert coalesce.script(argv) == 2
+    assert coalesce_rewrite.main(argv) == 2
     assert "another model" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
