@@ -8,7 +8,8 @@ Each run is a fresh process with the page cache of the machine dropped, --memory
 included), the same readahead, the same token ids and as many experts in memory. --with-stock also
 runs mlx-lm with everything in memory, before and after: that is the compute time which limit.py and
 prefill.py take from the JSON. The drive's rate under the same limits is measured before and
-after. Ratios are ours ÷ theirs of each pair: median [least-most].
+after. With --memory-limit ours takes as many experts as fit in it, where --memory leaves the other
+engine a page cache instead. Ratios are ours ÷ theirs of each pair: median [least-most].
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ import common
 def compare(args: Any, engines: list[str], stock_rounds: int) -> dict[str, Any]:
     """Run ``engines`` and return the document, with the drive's rate under the same limits."""
     limits = common.limits_of(args)
-    ours = common.job_of(args)
+    equal = common.job_of(args)
+    ours = equal
+    if args.memory_limit:
+        ours = common.replace(equal, resident=None, memory_limit=args.memory_limit)
     made = {
         "mbolt": lambda: ours,
-        "mlx-vlm": lambda: common.rival(ours, args.rival_python),
-        "mlx-lm": lambda: common.stock(ours),
+        "mlx-vlm": lambda: common.rival(equal, args.rival_python),
+        "mlx-lm": lambda: common.stock(equal),
     }
     jobs = [made[name]() for name in engines]
     run = common.runner(limits, args.rival_python)
@@ -53,7 +57,8 @@ def compare(args: Any, engines: list[str], stock_rounds: int) -> dict[str, Any]:
     }
     return common.save(
         args,
-        f"compare-{engines[-1]}-{args.model.name}-{limits.name}-{args.prefill}",
+        f"compare-{engines[-1]}-{args.model.name}-{limits.name}-{args.prefill}"
+        + ("-all-memory" if args.memory_limit else ""),
         runs,
         limits=common.asdict(limits),
         drive={"bytes_per_s": (before + after) / 2, "before": before, "after": after},
@@ -69,6 +74,7 @@ def main() -> int:
     parser.add_argument(
         "--with-stock", type=int, default=0, metavar="N", help="also N runs of mlx-lm in memory"
     )
+    parser.add_argument("--memory-limit", help="ours: this much for the process, not --resident")
     args = parser.parse_args()
     data = compare(args, ["mbolt", args.against], args.with_stock)
     print()
