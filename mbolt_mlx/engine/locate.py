@@ -19,13 +19,22 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mbolt_mlx.core.errors import CheckpointError, MboltError, UnsupportedError
+from mbolt_mlx.engine.explain import (
+    AFTER_STACKING,
+    CONVERT,
+    explained,
+    method_of,
+    quantisation_of,
+)
 from mbolt_mlx.engine.slots import DTYPE_NAMES
 from mbolt_mlx.engine.trace import Traced, is_traced, tracing, wrap
 from mbolt_mlx.storage.checkpoint import Checkpoint
-from mbolt_mlx.storage.experts import PARTS, PROJECTIONS, ExpertLayer, Piece, find_experts
+from mbolt_mlx.storage.experts import PARTS, PROJECTIONS, ExpertLayer, Piece
 
 log = logging.getLogger(__name__)
 
+# What mlx-lm unpacks after `sanitize`.
+_UNPACKED = (".qweight", ".qzeros", ".scales")
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -80,11 +89,12 @@ def build(
         )  # fmt: skip
     followed: dict[int, Traced] = {}
     stock: list[type[nn.Module]] = []
+    late = quantisation_of(checkpoint).get("quant_method") in AFTER_STACKING
 
     def classes(config: dict[str, Any]) -> tuple[type, type]:
         model_class, args_class = mlx_lm_utils._get_classes(config)
         stock.append(model_class)
-        return _following(model_class, checkpoint, followed), args_class
+        return _following(model_class, checkpoint, followed, late), args_class
 
     try:
         model, config = mlx_lm_utils.load_model(
@@ -97,8 +107,10 @@ def build(
     except MboltError:
         raise
     except Exception as error:
-        raise _explained(checkpoint, error) from error
+        raise explained(checkpoint, error) from error
     model.__class__ = stock[0]
+    if late:
+        _unwrap(model, followed)
     layers = []
     sources = {}
     for path, container in model.named_modules():
@@ -154,9 +166,12 @@ def _rank(projection: str, part: str) -> tuple[int, int]:
 
 
 def _following(
-    stock: type[nn.Module], checkpoint: Checkpoint, followed: dict[int, Traced]
+    stock: type[nn.Module], checkpoint: Checkpoint, followed: dict[int, Traced], late: bool
 ) -> type[nn.Module]:
-    """A subclass of a model whose ``sanitize`` notes where each array comes from."""
+    """A subclass of a model whose ``sanitize`` notes where each array comes from.
+
+    With ``late``, mlx-lm goes on changing dtypes after it: what it may change stays wrapped.
+    """
 
     def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         method = getattr(stock, "sanitize", lambda _, weights: weights)
@@ -170,7 +185,7 @@ def _following(
         weights.clear()
         out = {}
         for name, value in result.items():
-            if is_traced(value):
+            if is_traced(value) and not (late and not name.endswith(_UNPACKED)):
                 followed[id(value.array)] = value
                 value = value.array
             out[name] = value
@@ -179,12 +194,34 @@ def _following(
     return type(stock.__name__, (stock,), {"sanitize": sanitize})
 
 
+def _unwrap(model: nn.Module, followed: dict[int, Traced]) -> None:
+    for module in model.modules():
+        for name, value in module.items():
+            if is_traced(value):
+                followed[id(value.array)] = value
+                module[name] = value.array
+
+
+def _check_dtypes(path: str, container: nn.Module, checkpoint: Checkpoint) -> None:
+    """Refuse bytes that mlx-lm would multiply as if they were numbers."""
+    for name, child in projections(container):
+        dtype = child.weight.dtype
+        kinds = mx.unsignedinteger if isinstance(child, QuantizedSwitchLinear) else mx.floating
+        if not mx.issubdtype(dtype, kinds) or dtype == mx.uint8:
+            raise UnsupportedError(
+                "mlx-lm takes the bytes of these quantised experts for numbers",
+                path=checkpoint.path, tensor=f"{path}.{name}.weight",
+                found=f"{dtype}, {method_of(checkpoint)}", hint=CONVERT,
+            )  # fmt: skip
+
+
 def _layer(
     path: str, container: nn.Module, followed: dict[int, Traced], checkpoint: Checkpoint
 ) -> tuple[ExpertLayer, tuple[str, ...]]:
     number = _NUMBER.search(path)
     if number is None:
         raise UnsupportedError(f"the experts of {path} have no layer number", path=checkpoint.path)
+    _check_dtypes(path, container, checkpoint)
     arrays = pieces_of(container)
     experts = arrays[0][1].shape[0]
     pieces, places, sources = [], [], set()
@@ -214,20 +251,6 @@ def _layer(
     offsets.setflags(write=False)
     layer = ExpertLayer(int(number[1]), path, experts, tuple(pieces), files, offsets)
     return layer, tuple(sorted(sources))
-
-
-def _explained(checkpoint: Checkpoint, error: Exception) -> MboltError:
-    """Why mlx-lm could not build the model, by the name of the tensor if that tells."""
-    try:
-        find_experts(checkpoint)
-    except CheckpointError as found:
-        return found
-    except UnsupportedError:
-        pass
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, KeyError):
-        text = f"{text} is absent"
-    return UnsupportedError(f"mlx-lm cannot build this model: {text}", path=checkpoint.path)
 
 
 def _no_experts(checkpoint: Checkpoint, model: nn.Module) -> UnsupportedError:

@@ -11,10 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwitchLinear
-
-from tests.engine import architectures
 
 Tensors = dict[str, mx.array]
 Maker = Callable[[Tensors], Tensors]
@@ -23,7 +19,7 @@ _EXPERT = re.compile(
     r"^(?P<parent>.+?)\.(?P<container>experts\.switch_mlp|switch_mlp|switch_glu|experts)"
     r"\.(?P<projection>gate_proj|up_proj|down_proj|fc1|fc2)\.(?P<part>\w+)$"
 )
-_W = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+W = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def single(child: str = "experts", names: dict[str, str] | None = None, **rename: str) -> Maker:
@@ -75,7 +71,7 @@ def _turn(array: mx.array, transposed: bool) -> mx.array:
 def deepseek_v41(tensors: Tensors) -> Tensors:
     """The published names, which have no prefix."""
     out = {}
-    for name, array in single(names=_W)(tensors).items():
+    for name, array in single(names=W)(tensors).items():
         name = re.sub(r"\.mlp\.experts\.(\d+)\.", r".ffn.experts.\1.", name)
         name = name.replace("lm_head.", "head.").replace("model.embed_tokens.", "embed.")
         out[name.removeprefix("model.")] = array
@@ -125,37 +121,6 @@ def muse_spark(tensors: Tensors) -> Tensors:
     return out
 
 
-def int4(tensors: Tensors) -> Tensors:
-    """Symmetric packed 4-bit experts without their biases, which are -8 times the scales."""
-    out = {}
-    for name, array in single()(tensors).items():
-        if ".mlp.experts." not in name:
-            out[name] = array
-        elif name.endswith(".weight"):
-            base = name.removesuffix("weight")
-            out[base + "weight_packed"] = array.view(mx.int32)
-            out[base + "weight_shape"] = mx.array([array.shape[0], array.shape[1] * 8])
-        elif name.endswith(".scales"):
-            out[name.removesuffix("scales") + "weight_scale"] = array
-    return out
-
-
-def fp8(*, names: dict[str, str] | None = None) -> Maker:
-    """Bytes with a scale for each 128 by 128 of them."""
-
-    def make(tensors: Tensors) -> Tensors:
-        out = {}
-        for name, array in single(names=names)(tensors).items():
-            if ".experts." in name and name.endswith(".weight"):
-                scale = [-(-n // 128) for n in array.shape]
-                out[name + "_scale_inv"] = mx.full(scale, 0.5)
-                array = mx.to_fp8(array)
-            out[name] = array
-        return out
-
-    return make
-
-
 def one_more(tensors: Tensors) -> Tensors:
     """Gate and up fused, and the shared expert is the last of the stack."""
     out = dict(tensors)
@@ -174,7 +139,7 @@ def renamed(pattern: str, by: str) -> Maker:
     return lambda tensors: {re.sub(pattern, by, name): a for name, a in tensors.items()}
 
 
-_SINGLE, _SINGLE_W = single(), single(names=_W)
+_SINGLE, _SINGLE_W = single(), single(names=W)
 _FUSED = fused("experts.gate_up_proj", "experts.down_proj")
 _GRANITE = fused("input_linear.weight", "output_linear.weight")
 
@@ -208,8 +173,8 @@ RAW: dict[str, dict[str, Maker]] = {
     "hunyuan": {"single": _SINGLE},
     "jamba": {"single": _SINGLE},
     "kimi_k25": {"single": _SINGLE},
-    "kimi_k3": {"single": single(names=_W, mlp="block_sparse_moe")},
-    "kimi_linear": {"single": single(names=_W, mlp="block_sparse_moe")},
+    "kimi_k3": {"single": single(names=W, mlp="block_sparse_moe")},
+    "kimi_linear": {"single": single(names=W, mlp="block_sparse_moe")},
     "kimi_vl": {"single": _SINGLE},
     "laguna": {
         "single": _SINGLE,
@@ -246,46 +211,8 @@ RAW: dict[str, dict[str, Maker]] = {
 }
 
 
-def _gpt_oss_blocks() -> tuple[Tensors, dict[str, Any]]:
-    tensors, config = _quantised("gpt_oss", 4, "mxfp4")
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    return gpt_oss(tensors), config
-
-
-def _packed_int4() -> tuple[Tensors, dict[str, Any]]:
-    tensors, config = _quantised("deepseek_v3", 4, "affine")
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized",
-    }  # fmt: skip
-    return int4(tensors), config
-
-
-def _fp8(module: str, names: dict[str, str] | None = None) -> tuple[Tensors, dict[str, Any]]:
-    model, config = architectures.build(module)
-    return fp8(names=names)(converted(model)), config
-
-
-def _quantised(module: str, bits: int, mode: str) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors and config of a small model with quantised experts only."""
-    model, config = architectures.build(module)
-
-    def experts_only(path: str, layer: nn.Module) -> bool:
-        return isinstance(layer, SwitchLinear)
-
-    nn.quantize(model, 32, bits, mode=mode, class_predicate=experts_only)
-    return converted(model), config
-
-
-# Layouts that are quantised, by module and name: what makes their tensors and config.
-QUANTISED: dict[tuple[str, str], Callable[[], tuple[Tensors, dict[str, Any]]]] = {
-    ("gpt_oss", "mxfp4 blocks"): _gpt_oss_blocks,
-    ("deepseek_v3", "packed int4"): _packed_int4,
-    ("deepseek_v3", "fp8"): lambda: _fp8("deepseek_v3"),
-    ("mimo_v2_flash", "fp8"): lambda: _fp8("mimo_v2_flash"),
-    ("minimax", "fp8"): lambda: _fp8("minimax", _W),
-}
 # Those whose experts are no ranges of the files.
-COMPUTED = {"transposed", "mxfp4 blocks", "packed int4", "fp8"}
+COMPUTED = {"transposed"}
 
 
 def layouts() -> list[tuple[str, str]]:

@@ -14,14 +14,16 @@ import mbolt_mlx
 from mbolt_mlx.cli import main
 from mbolt_mlx.core.errors import UnsupportedError
 from mbolt_mlx.engine.compute import open_experts
+from mbolt_mlx.engine.locate import pieces_of
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.coalesce import coalesce
 from mbolt_mlx.storage.locate import open_side_file
 from mbolt_mlx.storage.verify import verify
-from tests.engine import architectures, raw
+from tests.engine import architectures, quantised, raw
 from tests.engine.test_architectures import (
     TOP_K,
     agree,
+    containers,
     only_the_model,  # noqa: F401
     run,
     run_containers,
@@ -49,12 +51,12 @@ def check(
     path: Path,
     *,
     computed: bool,
-    dtype: mx.Dtype | None = None,
     run: Callable[[Any], list] = run,
 ) -> None:
     stock, _ = load_model(folder)
-    if dtype is not None:
-        stock.set_dtype(dtype)
+    pieces = [piece for c in containers(stock).values() for piece in pieces_of(c)]
+    if any(n.endswith(".weight") and a.dtype in (mx.bfloat16, mx.float16) for n, a in pieces):
+        stock.set_dtype(mx.float32)  # the CPU runs no others
     wanted = run(stock)
     del stock
     agree(Checkpoint.open(folder))
@@ -82,12 +84,37 @@ def test_raw_layout(module: str, layout: str, tmp_path: Path) -> None:
     check(folder, tmp_path / "experts.safetensors", computed=computed, run=forward)
 
 
-@pytest.mark.parametrize(("module", "layout"), raw.QUANTISED)
+@pytest.mark.parametrize(("module", "layout"), quantised.MAKERS)
 def test_quantised_raw_layout(module: str, layout: str, tmp_path: Path) -> None:
-    folder = architectures.save(tmp_path / "model", *raw.QUANTISED[module, layout]())
-    # The CPU runs what mlx-lm makes of fp8, which is bfloat16, as float32 only.
-    dtype = mx.float32 if layout == "fp8" else None
-    check(folder, tmp_path / "experts.safetensors", computed=True, dtype=dtype)
+    made = quantised.MAKERS[module, layout]()
+    folder = quantised.save(tmp_path / "model", layout, made)
+    computed = layout in quantised.COMPUTED
+    check(folder, tmp_path / "experts.safetensors", computed=computed)
+
+
+def refused(folder: Path, words: str) -> None:
+    """In one line, before a weight is read."""
+    before = mx.get_active_memory()
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        load(folder)
+    text = str(caught.value)
+    assert text.startswith(str(folder)) and "\n" not in text and len(text) < 600
+    assert mx.get_active_memory() - before < 20_000  # a layer of experts has ten times that
+
+
+@pytest.mark.parametrize(("module", "layout"), quantised.REFUSED)
+def test_what_stock_cannot_load_is_refused(module: str, layout: str, tmp_path: Path) -> None:
+    maker, words = quantised.REFUSED[module, layout]
+    folder = quantised.save(tmp_path / "model", layout, maker())
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        run(load_model(folder)[0])
+    refused(folder, words)
+
+
+def test_bytes_are_not_taken_for_numbers(tmp_path: Path) -> None:
+    folder = quantised.save(tmp_path / "model", "fp8", quantised.unscaled())
+    load_model(folder, lazy=True)  # stock does not notice
+    refused(folder, "switch_mlp.gate_proj.weight: .* for numbers; found mlx.core.uint8, fp8")
 
 
 def test_the_commands_do_it(tmp_path: Path, capsys) -> None:

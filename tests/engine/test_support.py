@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from mbolt_mlx.cli import main
-from mbolt_mlx.cli.support import DATA, row
-from tests.engine import architectures, formats, raw
+from mbolt_mlx.cli.support import DATA, remarks, row
+from tests.engine import architectures, formats, quantised, raw
 
 ROOT = Path(__file__).resolve().parents[2]
 START, END = "<!-- support: written by tests/engine/test_support.py -->", "<!-- support: end -->"
 NAMES = {
     "single": "one tensor an expert",
+    quantised.SINGLE: "one quantised an expert",
     "fused": "gate and up fused",
     "transposed": "fused, transposed",
     "one more": "shared expert in the stack",
@@ -24,6 +25,7 @@ NAMES = {
     "prefixed": "other names",
     "renamed": "other names",
 }
+COMPUTED = raw.COMPUTED | quantised.COMPUTED
 REASONS = {
     **architectures.REASONS,
     **dict.fromkeys(
@@ -41,14 +43,15 @@ def matrix() -> list[dict[str, Any]]:
 def entry(module: str) -> dict[str, Any]:
     refused = module in architectures.REFUSED
     names = ["converted", *raw.RAW.get(module, {})]
-    names += [layout for owner, layout in raw.QUANTISED if owner == module]
+    names += [layout for owner, layout in quantised.MAKERS if owner == module]
+    how = {NAMES.get(n, n): "side-file" if n in COMPUTED else "files" for n in names}
+    no = [layout for owner, layout in quantised.REFUSED if owner == module]
+    how |= {NAMES.get(n, n): "refused" for n in no}
     return {
         "architecture": module,
         "status": "refused" if refused else "supported",
         "formats": [] if refused else formats.NAMES,
-        "layouts": {}
-        if refused
-        else {NAMES.get(n, n): "side-file" if n in raw.COMPUTED else "files" for n in names},
+        "layouts": {} if refused else how,
         "reason": REASONS.get(module),
     }
 
@@ -57,8 +60,8 @@ def table() -> str:
     """The README's section."""
     lines = ["| architecture | status | read as they lie | after `coalesce` |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row(e))} |" for e in matrix()]
-    reasons = [f"- {e['architecture']}: {e['reason']}." for e in matrix() if e["reason"]]
-    return "\n".join([START, *lines, "", *reasons, END])
+    notes = [f"- {line}." for line in remarks(matrix())]
+    return "\n".join([START, *lines, "", *notes, END])
 
 
 def test_the_command_says_what_is_tested(capsys) -> None:
