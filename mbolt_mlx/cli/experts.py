@@ -22,6 +22,8 @@ def open_experts(checkpoint: Checkpoint) -> tuple[Sequence[ExpertLayer], Compute
     try:
         return build(checkpoint)
     except UnsupportedError as error:
+        if error.tensor is not None:
+            raise  # mlx-lm knows the model and cannot use these files: a side-file helps nobody
         try:
             return find_experts(checkpoint), None
         except UnsupportedError:

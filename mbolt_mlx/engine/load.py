@@ -104,9 +104,9 @@ def load(
     model, config, layers = _build(checkpoint, model_config, trust_remote_code)
     if adapter_path is not None:
         _check_adapter(Path(adapter_path), layers)
+    widen = check_backend(layers, checkpoint)
     store = open_store(checkpoint, layers, side_file)
     limit_cache()
-    widen = check_backend(store, checkpoint)
     places = match(model, config, store, checkpoint, widen=widen)
     if widen:
         log.info("the CPU runs unquantised 16-bit experts as float32, so all is converted to it")

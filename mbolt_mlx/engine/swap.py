@@ -20,6 +20,7 @@ from mbolt_mlx.engine.locate import is_container, pieces_of
 from mbolt_mlx.engine.slots import MLX_DTYPES, LayerSlots, widens
 from mbolt_mlx.engine.switch import offload
 from mbolt_mlx.storage.checkpoint import Checkpoint
+from mbolt_mlx.storage.experts import ExpertLayer
 from mbolt_mlx.storage.store import LayerStore, Store
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def _top_k(parent: nn.Module | None, config: dict[str, Any], layer: LayerStore) 
     return 1
 
 
-def check_backend(store: Store, checkpoint: Checkpoint) -> bool:
+def check_backend(layers: Sequence[ExpertLayer], checkpoint: Checkpoint) -> bool:
     """Whether 16-bit experts must be kept as float32 to run here.
 
     MLX's CPU multiplies unquantised experts in float32 only, stock mlx-lm does not run them at all.
@@ -142,14 +143,14 @@ def check_backend(store: Store, checkpoint: Checkpoint) -> bool:
     """
     if mx.default_device() == mx.gpu:
         return False
-    pieces = {(p.name, p.dtype) for layer in store.layers for p in layer.pieces}
-    scaled = next((name for name, _ in pieces if name.endswith(".global_scale")), None)
-    if scaled is not None:
-        raise UnsupportedError(
-            "MLX's CPU cannot run experts in nvfp4 with a scale for each expert",
-            path=checkpoint.path, tensor=f"{store.layers[0].module}.{scaled}", hint="use a GPU",
-        )  # fmt: skip
-    return any(n.endswith(".weight") and t in ("F16", "BF16") for n, t in pieces)
+    pieces = [(layer.module, piece) for layer in layers for piece in layer.pieces]
+    for module, piece in pieces:
+        if piece.name.endswith(".global_scale"):
+            raise UnsupportedError(
+                "MLX's CPU cannot run experts in nvfp4 with a scale for each expert",
+                path=checkpoint.path, tensor=f"{module}.{piece.name}", hint="use a GPU",
+            )  # fmt: skip
+    return any(p.name.endswith(".weight") and widens(p) for _, p in pieces)
 
 
 def dense_bytes(model: nn.Module, places: Sequence[Place]) -> int:

@@ -201,6 +201,30 @@ def deepseek_v41(kind: str) -> Made:
     return out, published(config, UE8M0)
 
 
+def muse_spark() -> Made:
+    """nvfp4 with a scale for each expert and projection, but in the first and the last layer."""
+    model, config = architectures.build("muse_spark")
+    nn.quantize(model, 16, 4, mode="nvfp4", class_predicate=model.quant_predicate)
+    tensors = raw.converted(model)
+    parts = {
+        n: tensors.pop(n) for n in list(tensors) if f"{n.rpartition('.')[0]}.scales" in tensors
+    }
+    out = raw.muse_spark(tensors)
+    ends = {"weight": "", "scales": "_weight_scale"}
+    for name, array in parts.items():
+        base, _, part = name.rpartition(".")
+        if "up_proj" in name:
+            continue
+        if "gate_proj" in name:
+            array = mx.concatenate([array, parts[name.replace("gate_proj", "up_proj")]], axis=1)
+            base = base.replace("gate_proj", "gate_up_proj")
+        out[base + ends[part]] = array.view(mx.uint8)
+        columns = (2,) if "gate_proj" in name else ()
+        scales = mx.random.uniform(1e-4, 1e-3, (architectures.EXPERTS, *columns))
+        out[base + "_weight_scale_2"], out[base + "_input_scale"] = scales, mx.array(1.0)
+    return out, published(config, MODELOPT)
+
+
 def gpt_oss() -> Made:
     """Bytes in blocks of 16, gate and up rows alternating."""
     tensors, config = experts_in("gpt_oss", "mxfp4")
@@ -225,7 +249,7 @@ def awq(module: str, chosen: Callable[[str], bool], names: dict[str, str] | None
     return out, published(config, AWQ)
 
 
-def _dense(name: str) -> bool:
+def in_attention(name: str) -> bool:
     return ".self_attn." in name
 
 
@@ -267,7 +291,7 @@ MAKERS: dict[tuple[str, str], Callable[[], Made]] = {
     ("kimi_k3", "packed nvfp4"): lambda: packed("kimi_k3", "nvfp4", 16, NVFP4),
     ("minimax_m3_vl", "mxfp8"): mxfp8,
     ("minimax_m3_vl", "mxfp8 with the shared expert in the stack"): lambda: mxfp8(folded=True),
-    ("mixtral", "AWQ but for the experts"): lambda: awq("mixtral", _dense, W),
+    ("mixtral", "AWQ but for the experts"): lambda: awq("mixtral", in_attention, W),
 }  # fmt: skip
 
 # Those whose experts are no ranges of the files.
@@ -286,6 +310,7 @@ DTYPES = {
     "fp8 (ue8m0)": {"weight": "F8_E4M3", "scale": "F8_E8M0"},
     "mxfp8": {"weight": "F8_E4M3", "scale_inv": "F8_E8M0"},
     "packed nvfp4": {"scale": "F8_E4M3"},
+    "nvfp4": {"weight_scale": "F8_E4M3"},
 }
 
 
@@ -305,84 +330,3 @@ def save(path: Path, layout: str, made: Made) -> Path:
         text += b" " * (-len(text) % 8)
         file.write_bytes(len(text).to_bytes(8, "little") + text + whole[size:])
     return folder
-
-
-# --- what stock mlx-lm does not run
-
-
-def unknown(
-    module: str, how: dict[str, Any], parts: dict[str, str], names: dict[str, str] | None = None
-) -> Made:
-    """Experts whose tensors have names that the module does not know."""
-    tensors, config = experts_in(module, "affine")
-    out = raw.single(names=names)(tensors)
-    out = renamed({n: a for n, a in out.items() if not n.endswith(".biases")}, parts)
-    return out, published(config, how)
-
-
-_SCALE = {"scales": "weight_scale"}
-
-
-def awq_experts(module: str, names: dict[str, str] | None = None) -> Made:
-    return awq(module, lambda name: ".experts." in name or _dense(name), names)
-
-
-def gptq() -> Made:
-    tensors, config = awq_experts("qwen3_moe")
-    for name in [n for n in tensors if n.endswith(".qweight")]:
-        tensors[name.replace(".qweight", ".g_idx")] = mx.arange(tensors[name].shape[0])
-    return tensors, published(config, {**AWQ, "quant_method": "gptq"})
-
-
-def scaled_nvfp4() -> Made:
-    """As compressed-tensors writes it, which kimi_k3 does not know."""
-    tensors, config = packed("kimi_k3", "nvfp4", 16, NVFP4)
-    for name in [n for n in tensors if n.endswith(".weight_scale")]:
-        tensors[name.replace("weight_scale", "weight_global_scale")] = mx.array(1.0)
-    return tensors, config
-
-
-def unscaled() -> Made:
-    """fp8 whose scales have names that deepseek_v3 drops: stock runs, and answers nonsense."""
-    tensors, config = fp8("deepseek_v3")
-    return {n.replace("_scale_inv", "_scale"): a for n, a in tensors.items()}, config
-
-
-# With words of the error.
-REFUSED: dict[tuple[str, str], tuple[Callable[[], Made], str]] = {
-    ("mixtral", "AWQ"): (lambda: awq_experts("mixtral", W), "after it has stacked.*found awq"),
-    ("qwen3_moe", "AWQ"): (lambda: awq_experts("qwen3_moe"), "after it has stacked.*found awq"),
-    ("deepseek_v3", "AWQ"): (lambda: awq_experts("deepseek_v3"), "after it has stacked.*found awq"),
-    ("qwen3_moe", "GPTQ"): (gptq, "after it has stacked.*found gptq"),
-    ("qwen3_moe", "fp8"): (lambda: fp8("qwen3_moe"), "weight_scale_inv.*no place.*found fp8"),
-    ("qwen3_moe", "modelopt"): (
-        lambda: unknown("qwen3_moe", MODELOPT, _SCALE), "weight_scale: .*found modelopt NVFP4",
-    ),
-    ("deepseek_v3", "modelopt"): (
-        lambda: unknown("deepseek_v3", MODELOPT, _SCALE), "the shape is.*found modelopt NVFP4",
-    ),
-    ("qwen3_moe", "modelopt fp8"): (
-        lambda: unknown("qwen3_moe", {**MODELOPT, "quant_algo": "FP8"}, _SCALE),
-        "quant_algo: FP8; found modelopt FP8",
-    ),
-    ("qwen3_moe", "packed int4"): (
-        lambda: unknown("qwen3_moe", INT4, {**_SCALE, "weight": "weight_packed"}),
-        "weight_packed.*no place.*found compressed-tensors pack-quantized",
-    ),
-    ("kimi_k3", "packed int4"): (
-        lambda: packed("kimi_k3", "affine", 32, INT4),
-        "lacks 6 tensors.*found compressed-tensors pack-quantized",
-    ),
-    ("kimi_k3", "packed nvfp4 with a scale a tensor"): (
-        scaled_nvfp4, "weight_global_scale.*no place.*found compressed-tensors nvfp4",
-    ),
-    ("glm4_moe", "float-quantized"): (
-        lambda: unknown("glm4_moe", {**INT4, "format": "float-quantized"}, _SCALE),
-        "unsupported compressed-tensors format 'float-quantized'",
-    ),
-    ("qwen3_moe", "bitsandbytes"): (
-        lambda: unknown("qwen3_moe", {"quant_method": "bitsandbytes"}, {"scales": "weight.absmax"}),
-        "absmax.*no place.*found bitsandbytes",
-    ),
-    **{(m, SINGLE): (lambda m=m: one_by_one(m), "no place for") for m in STACKS_WEIGHTS},
-}  # fmt: skip

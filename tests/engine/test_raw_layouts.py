@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
@@ -18,8 +20,9 @@ from mbolt_mlx.engine.locate import pieces_of
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.coalesce import coalesce
 from mbolt_mlx.storage.locate import open_side_file
+from mbolt_mlx.storage.manifest import Manifest, manifest_path
 from mbolt_mlx.storage.verify import verify
-from tests.engine import architectures, quantised, raw
+from tests.engine import architectures, quantised, raw, refused
 from tests.engine.test_architectures import (
     TOP_K,
     agree,
@@ -92,7 +95,7 @@ def test_quantised_raw_layout(module: str, layout: str, tmp_path: Path) -> None:
     check(folder, tmp_path / "experts.safetensors", computed=computed)
 
 
-def refused(folder: Path, words: str) -> None:
+def check_refused(folder: Path, words: str) -> None:
     """In one line, before a weight is read."""
     before = mx.get_active_memory()
     with pytest.raises(UnsupportedError, match=words) as caught:
@@ -102,19 +105,59 @@ def refused(folder: Path, words: str) -> None:
     assert mx.get_active_memory() - before < 20_000  # a layer of experts has ten times that
 
 
-@pytest.mark.parametrize(("module", "layout"), quantised.REFUSED)
+@pytest.mark.parametrize(("module", "layout"), refused.REFUSED)
 def test_what_stock_cannot_load_is_refused(module: str, layout: str, tmp_path: Path) -> None:
-    maker, words = quantised.REFUSED[module, layout]
+    maker, words = refused.REFUSED[module, layout]
     folder = quantised.save(tmp_path / "model", layout, maker())
     with pytest.raises((ValueError, KeyError, TypeError)):
         run(load_model(folder)[0])
-    refused(folder, words)
+    check_refused(folder, words)
 
 
 def test_bytes_are_not_taken_for_numbers(tmp_path: Path) -> None:
-    folder = quantised.save(tmp_path / "model", "fp8", quantised.unscaled())
+    folder = quantised.save(tmp_path / "model", "fp8", refused.unscaled())
     load_model(folder, lazy=True)  # stock does not notice
-    refused(folder, "switch_mlp.gate_proj.weight: .* for numbers; found mlx.core.uint8, fp8")
+    check_refused(folder, "switch_mlp.gate_proj.weight: .* for numbers; found mlx.core.uint8, fp8")
+
+
+def test_nvfp4_with_a_scale_for_each_expert(tmp_path: Path) -> None:
+    folder = quantised.save(tmp_path / "model", "nvfp4", quantised.muse_spark())
+    path = tmp_path / "experts.safetensors"
+    if mx.default_device() == mx.gpu:
+        check(folder, path, computed=True, run=run_containers)
+        return
+    words = r"layers\.1\.mlp\.experts\.gate_proj\.global_scale: MLX's CPU cannot run"
+    check_refused(folder, words)  # before hours of writing a side-file that could not be used
+    assert packed(folder, path)["layers"].keys() == {"model.language_model.layers.1.mlp.experts"}
+    with pytest.raises(UnsupportedError, match=words):
+        load(folder, path)
+    blocks, held = mx.load(str(path)), containers(load_model(folder)[0])
+    for entry in Manifest.read(manifest_path(path)).layers:
+        stored = np.array(next(blocks[name] for name in blocks if name.startswith(entry.module)))
+        rows = np.argsort(np.argsort(entry.offsets))
+        for piece in entry.pieces:
+            projection, _, part = piece.name.rpartition(".")
+            array = held[entry.module][projection][part]
+            wanted = np.array(array.reshape(entry.experts, -1).view(mx.uint8))
+            found = stored[rows, piece.offset : piece.offset + piece.nbytes]
+            assert np.array_equal(found, wanted), (entry.layer, piece.name)
+
+
+def test_what_the_engine_refuses_is_not_written_either(tmp_path: Path, capsys) -> None:
+    made = quantised.one_by_one("qwen3_moe")  # by their names alone these could be coalesced
+    folder = quantised.save(tmp_path / "model", quantised.SINGLE, made)
+    output = tmp_path / "experts"
+    assert main.main(["coalesce", "--model", str(folder), "-o", str(output)]) == 2
+    assert "no place for 144 of the tensors" in capsys.readouterr().err and not output.exists()
+
+
+def test_a_quantisation_that_lies_beside_the_config_is_named(tmp_path: Path) -> None:
+    made, config = refused.unknown("qwen3_moe", {}, {"scales": "weight_scale"})
+    del config["quantization_config"]
+    folder = quantised.save(tmp_path / "model", "modelopt", (made, config))
+    how = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(how))
+    check_refused(folder, "mlx-lm cannot build this model: .*found modelopt NVFP4")
 
 
 def test_the_commands_do_it(tmp_path: Path, capsys) -> None:

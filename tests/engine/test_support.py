@@ -11,7 +11,7 @@ from typing import Any
 
 from mbolt_mlx.cli import main
 from mbolt_mlx.cli.support import DATA, remarks, row
-from tests.engine import architectures, formats, quantised, raw
+from tests.engine import architectures, formats, quantised, raw, refused
 
 ROOT = Path(__file__).resolve().parents[2]
 START, END = "<!-- support: written by tests/engine/test_support.py -->", "<!-- support: end -->"
@@ -30,7 +30,8 @@ REASONS = {
     **architectures.REASONS,
     **dict.fromkeys(
         architectures.METAL_ONLY,
-        "its attention runs on Metal only, so on the CPU its experts were compared layer by layer",
+        "its attention runs on Metal only, so on the CPU its experts were compared layer by layer; "
+        "nvfp4 with a scale for each expert, as it is published, needs a GPU",
     ),
 }
 
@@ -41,17 +42,17 @@ def matrix() -> list[dict[str, Any]]:
 
 
 def entry(module: str) -> dict[str, Any]:
-    refused = module in architectures.REFUSED
+    never = module in architectures.REFUSED
     names = ["converted", *raw.RAW.get(module, {})]
     names += [layout for owner, layout in quantised.MAKERS if owner == module]
     how = {NAMES.get(n, n): "side-file" if n in COMPUTED else "files" for n in names}
-    no = [layout for owner, layout in quantised.REFUSED if owner == module]
+    no = [layout for owner, layout in refused.REFUSED if owner == module]
     how |= {NAMES.get(n, n): "refused" for n in no}
     return {
         "architecture": module,
-        "status": "refused" if refused else "supported",
-        "formats": [] if refused else formats.NAMES,
-        "layouts": {} if refused else how,
+        "status": "refused" if never else "supported",
+        "formats": [] if never else formats.NAMES,
+        "layouts": {} if never else how,
         "reason": REASONS.get(module),
     }
 
