@@ -52,13 +52,13 @@ def random_blocks(
         middle = 128 + round(math.log2(std / 5.7))
         blocks[:, 0] = rng.integers(middle - 1, middle + 2, len(blocks), np.uint8)
         return blocks.reshape(rows)
-    scale = np.frombuffer(np.float16(std / _UNIT[kind]).tobytes(), np.uint8)
-    if kind == T.Q6_K:
-        blocks[:, -2:] = scale
-    else:
-        blocks[:, :2] = scale
-    if kind == T.Q4_K:  # the minimum, so that the mean is about 0
-        blocks[:, 2:4] = np.frombuffer(np.float16(7.5 * std / _UNIT[kind]).tobytes(), np.uint8)
+    # A random sign each block: the codes' own mean is not 0, and would push all tokens one way.
+    sign = rng.choice(np.array([-1, 1], np.float16), (len(blocks), 1))
+    scale = sign * np.float16(std / _UNIT[kind])
+    place = -2 if kind == T.Q6_K else 0
+    blocks[:, place : place + 2 or None] = scale.view(np.uint8)
+    if kind == T.Q4_K:  # the minimum, for a mean of about 0
+        blocks[:, 2:4] = (sign * np.float16(7.5 * std / _UNIT[kind])).view(np.uint8)
     return blocks.reshape(rows)
 
 
