@@ -10,11 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm import __version__ as MLX_LM_VERSION
 
 from mbolt_mlx.engine.locate import Built, build
 from mbolt_mlx.engine.switch import resolve
 from mbolt_mlx.storage.checkpoint import Checkpoint
+from mbolt_mlx.storage.computed import versions
 from mbolt_mlx.storage.experts import ExpertLayer
 from mbolt_mlx.storage.gather import Gatherer, Window, pieces_in, zero_padding
 
@@ -55,7 +55,7 @@ class ComputedExperts:
         kind = type(built.model)
         self.note: dict[str, Any] = {
             "by": f"{kind.__module__}.{kind.__name__}.sanitize",
-            "mlx_lm": MLX_LM_VERSION,
+            **versions(),
             "layers": {
                 path: {"tensors": len(names), "of": list(names[:_NAMED])}
                 for path, names in built.sources.items()

@@ -46,7 +46,7 @@ from mbolt_mlx.engine.swap import (
 from mbolt_mlx.storage import store as stores
 from mbolt_mlx.storage.checkpoint import Checkpoint, read_header
 from mbolt_mlx.storage.experts import ExpertLayer
-from mbolt_mlx.storage.locate import find_side_file, open_side_file
+from mbolt_mlx.storage.locate import SideFile, find_side_file, open_side_file
 from mbolt_mlx.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -175,12 +175,11 @@ def open_store(
     computed = next((layer for layer in layers if layer.computed), None)
     reason = None
     if side_file not in (None, "auto"):
-        opened = open_side_file(side_file, checkpoint, layers)
-        return stores.from_side_file(opened, layers)
+        return _opened(open_side_file(side_file, checkpoint, layers), layers)
     if side_file == "auto":
         found, reason = find_side_file(checkpoint, layers)
         if found is not None:
-            return stores.from_side_file(found, layers)
+            return _opened(found, layers)
     if computed is not None:
         because = f"its side-file cannot be used: {reason}" if reason else "it needs a side-file"
         raise UnsupportedError(
@@ -191,6 +190,12 @@ def open_store(
     if reason:
         log.warning("%s; reading the model's own files", reason)
     return stores.from_shards(checkpoint, layers)
+
+
+def _opened(side_file: SideFile, layers: Sequence[ExpertLayer]) -> Store:
+    for warning in side_file.warnings:
+        log.warning(warning)
+    return stores.from_side_file(side_file, layers)
 
 
 def _check_options(

@@ -10,6 +10,7 @@ from pathlib import Path
 from mbolt_mlx.core.errors import CheckpointError, MboltError, ReadError, SideFileError
 from mbolt_mlx.core.places import cache_folder
 from mbolt_mlx.storage.checkpoint import Checkpoint
+from mbolt_mlx.storage.computed import check_computed
 from mbolt_mlx.storage.experts import ExpertLayer
 from mbolt_mlx.storage.header import Header, read_header_of
 from mbolt_mlx.storage.manifest import FORMAT, Manifest, layers_digest, manifest_path
@@ -22,10 +23,11 @@ _REWRITE = "write it again with mbolt-mlx coalesce"
 
 @dataclass(frozen=True)
 class SideFile:
-    """A side-file that was found to match its source."""
+    """A side-file that was found to match its source; ``warnings`` are for the user."""
 
     path: Path
     manifest: Manifest
+    warnings: tuple[str, ...] = ()
 
 
 def default_side_file(checkpoint: Checkpoint) -> Path:
@@ -67,8 +69,9 @@ def open_side_file(
     """Open the side-file ``path`` and prove that it belongs to ``checkpoint``.
 
     Compared are names, sizes and header hashes of the source, its times (where only these differ,
-    64 sampled pages a shard), the side-file's size and header, and the geometry of ``layers``. A
-    source changed in place with the same size, header and time is found by a full verify only.
+    64 sampled pages a shard), the side-file's size and header, the geometry of ``layers``, and of
+    computed experts what computed them. A source changed in place with the same size, header and
+    time is found by a full verify only.
 
     Raises:
         SideFileError: with the reason why it cannot be used.
@@ -79,7 +82,7 @@ def open_side_file(
     check_header(path, header, manifest)
     check_source(path, manifest.source, checkpoint)
     check_geometry(path, manifest, layers)
-    return SideFile(path, manifest)
+    return SideFile(path, manifest, check_computed(path, manifest, layers))
 
 
 def _shared_place(checkpoint: Checkpoint) -> Path:
