@@ -139,6 +139,25 @@ def renamed(pattern: str, by: str) -> Maker:
     return lambda tensors: {re.sub(pattern, by, name): a for name, a in tensors.items()}
 
 
+def whole(maker: Maker, left_out: str) -> Maker:
+    """A whole model's names, of which mlx-lm leaves out ``left_out`` (images, extra heads).
+
+    Convolutions are as published, which tells mlx-lm that the norms are too.
+    """
+
+    def make(tensors: Tensors) -> Tensors:
+        out = {}
+        for name, array in maker(tensors).items():
+            name = name.replace("language_model.model.", "model.language_model.")
+            if name.endswith("conv1d.weight"):
+                array = mx.contiguous(array.swapaxes(1, 2))
+            out[name.replace("language_model.lm_head.", "lm_head.")] = array
+        out[f"{left_out}.0.weight"] = mx.ones((4, 4))
+        return out
+
+    return make
+
+
 _SINGLE, _SINGLE_W = single(), single(names=W)
 _FUSED = fused("experts.gate_up_proj", "experts.down_proj")
 _GRANITE = fused("input_linear.weight", "output_linear.weight")
@@ -163,7 +182,10 @@ RAW: dict[str, dict[str, Maker]] = {
     "dots1": {"single": _SINGLE},
     "ernie4_5_moe": {"single": _SINGLE},
     "exaone_moe": {"single": _SINGLE},
-    "gemma4": {"fused": fused("gate_up_proj", "down_proj")},
+    "gemma4": {
+        "fused": fused("gate_up_proj", "down_proj"),
+        "whole": whole(fused("gate_up_proj", "down_proj"), "model.vision_tower"),
+    },
     "gemma4_text": {"fused": fused("gate_up_proj", "down_proj")},
     "glm4_moe": {"single": _SINGLE},
     "glm4_moe_lite": {"single": _SINGLE},
@@ -190,7 +212,11 @@ RAW: dict[str, dict[str, Maker]] = {
     "mimo_v2_flash": {"single": _SINGLE},
     "minimax": {"single": _SINGLE_W},
     "minimax_m3_vl": {"single": _SINGLE_W, "one more": one_more},
-    "mistral3": {"single": _SINGLE, "fused": _FUSED},
+    "mistral3": {
+        "single": _SINGLE,
+        "fused": _FUSED,
+        "whole": whole(_FUSED, "model.vision_tower"),
+    },
     "mistral4": {"single": _SINGLE, "fused": _FUSED},
     "mixtral": {"single": _SINGLE_W},
     "muse_spark": {"fused": muse_spark},
@@ -200,11 +226,18 @@ RAW: dict[str, dict[str, Maker]] = {
     "phixtral": {"single": single("mlp")},
     "qwen2_moe": {"single": _SINGLE},
     "qwen3_5": {"prefix": renamed(r"^language_model\.(model\.)", r"\1")},
-    "qwen3_5_moe": {"fused": _FUSED, "prefix": renamed(r"^language_model\.(model\.)", r"\1")},
+    "qwen3_5_moe": {
+        "fused": _FUSED,
+        "prefix": renamed(r"^language_model\.(model\.)", r"\1"),
+        "whole": whole(_FUSED, "model.visual"),
+    },
     "qwen3_moe": {"single": _SINGLE},
-    "qwen3_next": {"single": _SINGLE},
+    "qwen3_next": {"single": _SINGLE, "whole": whole(_SINGLE, "mtp")},
     "qwen3_vl_moe": {
         "transposed": fused("experts.gate_up_proj", "experts.down_proj", transposed=True),
+        "whole, transposed": whole(
+            fused("experts.gate_up_proj", "experts.down_proj", transposed=True), "model.visual"
+        ),
     },
     "solar_open": {"single": _SINGLE},
     "step3p5": {"renamed": renamed(r"\.mlp\.switch_mlp\.", ".moe.")},
@@ -212,7 +245,7 @@ RAW: dict[str, dict[str, Maker]] = {
 
 
 # Those whose experts are no ranges of the files.
-COMPUTED = {"transposed"}
+COMPUTED = {"transposed", "whole, transposed"}
 
 
 def layouts() -> list[tuple[str, str]]:

@@ -20,6 +20,8 @@ NAMES = {
     quantised.SINGLE: "one quantised an expert",
     "fused": "gate and up fused",
     "transposed": "fused, transposed",
+    "whole": "a whole model's names",
+    "whole, transposed": "the same with a whole model's names",
     "one more": "shared expert in the stack",
     "prefix": "other names",
     "prefixed": "other names",
