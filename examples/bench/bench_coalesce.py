@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mbolt_mlx.bench.counters import peak_rss_bytes
 from mbolt_mlx.bench.machine import describe
 from mbolt_mlx.core import files
 from mbolt_mlx.core.sizes import format_size
@@ -126,12 +126,6 @@ def run_rewrite(model: Path, target: Path) -> dict:
     }
 
 
-def peak_rss() -> int:
-    """High-water mark of this process's memory, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def main() -> int:
     """Run the pairs, print medians and ranges, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -150,7 +144,7 @@ def main() -> int:
     paths = [shard.path for shard in checkpoint.shards]
     target, copy = args.output / "bench.mbolt", args.output / "bench-copy"
     machine = describe([model, args.output])  # may import MLX: before the memory is measured
-    before = peak_rss()
+    before = peak_rss_bytes()
     runs = []
     for pair in range(args.pairs):
         order = ["cp", "mbolt"] if pair % 2 == 0 else ["mbolt", "cp"]
@@ -174,7 +168,7 @@ def main() -> int:
         "pairs": args.pairs,
         "ratio_median": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
-        "rss_growth_bytes": peak_rss() - before,
+        "rss_growth_bytes": peak_rss_bytes() - before,
         "runs": runs,
     }
     for engine in ("cp", "mbolt"):

@@ -20,12 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bench_coalesce import drop_caches, peak_rss, run_copy  # isort: skip
+from bench_coalesce import drop_caches, run_copy  # isort: skip
 from mbolt_gguf.experts import find_experts
 from mbolt_gguf.metadata import Info, encode_header, number, padded, text
 from mbolt_gguf.model import Model
 from mbolt_gguf.rewrite import rewrite
 from mbolt_gguf.types import nbytes_of
+from mbolt_mlx.bench.counters import peak_rss_bytes
 from mbolt_mlx.bench.machine import describe
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.perms import in_file_order
@@ -103,7 +104,7 @@ def main() -> int:
         make_model(model)
     paths = [file.path for file in Model.open(model).files]
     machine = describe([model, args.output])
-    before, runs = peak_rss(), []
+    before, runs = peak_rss_bytes(), []
     for pair in range(args.pairs):
         engines = ["cp", *args.layouts]
         for engine in engines if pair % 2 == 0 else engines[::-1]:
@@ -128,7 +129,7 @@ def main() -> int:
         middle = statistics.median(ratios)
         result["ratios"][layout] = {"median": middle, "range": [min(ratios), max(ratios)]}
         print(f"{layout}: {middle:.2f} of cp ({min(ratios):.2f} to {max(ratios):.2f})")
-    result["rss_growth_bytes"] = peak_rss() - before
+    result["rss_growth_bytes"] = peak_rss_bytes() - before
     print(f"memory grew by {format_size(result['rss_growth_bytes'])}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -456,11 +456,12 @@ def test_names_of_a_split_output(tmp_path, output):
 
 
 MEMORY = """
-import sys, resource
+import sys
 from mbolt_gguf import rewrite
+from mbolt_mlx.bench.counters import peak_rss_bytes
 from mbolt_mlx.profile.perms import read_perms
 rewrite.rewrite(sys.argv[1], read_perms(sys.argv[2]), sys.argv[3], layout=sys.argv[4])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(peak_rss_bytes())
 """
 
 
@@ -486,6 +487,6 @@ def test_memory_stays_under_400_mb(tmp_path, layout):
         [sys.executable, "-c", MEMORY, model, tmp_path / "perms.json", tmp_path / "out", layout],
         capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
-    peak = int(done.stdout) * (1 if sys.platform == "darwin" else 1024)
+    peak = int(done.stdout)
     print(f"peak {peak / 1e6:.0f} MB")
     assert peak < 400e6, peak
