@@ -12,6 +12,7 @@ from mbolt_gguf.model import Model
 from mbolt_gguf.types import type_name
 from mbolt_mlx.core.sizes import format_size
 
+FORMAT, VERSION = "mbolt-map", 1
 KEY_VERSION, KEY_LAYOUT = "mbolt.version", "mbolt.layout"
 _SHARED = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
 
@@ -33,6 +34,8 @@ def describe(model: Model) -> dict[str, Any]:
     shared = _shared(model)
     with_experts = {y.layer for y in layers}
     return {
+        "format": FORMAT,
+        "version": VERSION,
         "model": str(model.path),
         "architecture": model.arch,
         "files": [{"path": str(f.path), "bytes": f.size} for f in model.files],

@@ -189,12 +189,18 @@ def write_map(model: Model, path: str | Path | None = None, *, version: int | No
     """Write the map of ``model``, by default to `map_path`, whole or not at all; return its place.
 
     Raises:
-        OutputError: when it cannot be written, or ``path`` is a file of the model.
+        OutputError: when it cannot be written, or ``path`` is a file of the model or any other
+            but an older map.
         UnsupportedError, GgufError: as `make_map`.
     """
     target = map_path(model) if path is None else Path(path)
     if any(files.is_same_file(target, file.path) for file in model.files):
         raise OutputError("this is a file of the model itself", path=target)
+    if path is not None and target.is_file() and not _may_replace(target):
+        raise OutputError(
+            "another file is there already, and it is not a prefetch map",
+            path=target, hint="choose another name or remove it",
+        )  # fmt: skip
     data = make_map(model, version=version)
     files.make_folder(target.parent)
     write_whole(target, data)
@@ -214,6 +220,16 @@ def is_stale(model: Model, path: str | Path | None = None) -> bool:
     except ReadError:
         return True
     return found not in (make_map(model), make_map(model, version=3))
+
+
+def _may_replace(path: Path) -> bool:
+    fd = files.open_read(path)
+    try:
+        head = bytearray(min(4, files.size_and_mtime(fd)[0]))
+        files.pread_into(fd, [memoryview(head)], 0, path=str(path))
+    finally:
+        files.close(fd)
+    return not head or head == MAGIC.to_bytes(4, "little")
 
 
 def _path_bytes(path: Path) -> bytes:

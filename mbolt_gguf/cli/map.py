@@ -7,7 +7,7 @@ import json
 
 from mbolt_gguf.describe import describe, lines
 from mbolt_gguf.model import Model
-from mbolt_mlx.core.output import write_whole
+from mbolt_mlx.core.report import write_report
 
 HELP = "show a model's layers, experts and slices, and what a token reads"
 
@@ -26,9 +26,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is None:
         print("\n".join(lines(found)))
         return 0
-    document = json.dumps(found, indent=2)
     if args.json == "-":
-        print(document)
+        print(json.dumps(found, indent=2))
     else:
-        write_whole(args.json, document.encode() + b"\n")
+        write_report(args.json, found)
     return 0

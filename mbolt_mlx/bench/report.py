@@ -7,11 +7,9 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from mbolt_mlx.core import files
-from mbolt_mlx.core.errors import OutputError
+from mbolt_mlx.core.output import write_whole
 
 FORMAT, VERSION = "mbolt-bench", 1
 # Every run has these keys; a run that failed has the first five and "error".
@@ -64,15 +62,7 @@ def write(path: str | os.PathLike[str], data: dict[str, Any]) -> None:
     Raises:
         OutputError: if it cannot be written.
     """
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps(data, indent=1) + "\n")
-        files.replace(part, target)
-    except OSError as error:
-        raise OutputError(f"cannot write: {error.strerror}", path=target) from error
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(path, json.dumps(data, indent=1).encode() + b"\n")
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:

@@ -12,6 +12,7 @@ from mbolt_mlx.bench import machine, plan, report, tokens
 from mbolt_mlx.bench.measure import Job
 from mbolt_mlx.cli.arguments import MODEL_HELP, fraction, read_threads
 from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.core.report import check_report
 from mbolt_mlx.core.residency import POLICIES
 
 HELP = "measure prefill, decode, reads and memory with forced tokens"
@@ -60,6 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report. 1 if a run failed, was not cold when asked, or gave other logits."""
+    if args.json and args.json != "-":
+        check_report(args.json, report.FORMAT)
     model, settings = prepare(args)
     count = len(settings) * args.runs
     places = [model, *([args.side_file] if args.side_file else [])]

@@ -7,7 +7,8 @@ import sys
 
 from mbolt_mlx.cli.traces import add_trace, open_trace
 from mbolt_mlx.core.errors import UsageError
-from mbolt_mlx.profile.perms import make_perms, write_perms
+from mbolt_mlx.core.report import check_report
+from mbolt_mlx.profile.perms import FORMAT, make_perms, write_perms
 
 HELP = "profile a trace: which experts are hot and which fire together, as perms.json"
 
@@ -32,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the profile; returns the exit status."""
     if not 0.0 < args.train <= 1.0:
         raise UsageError("--train is a fraction over 0 and up to 1", found=args.train)
+    check_report(args.output, FORMAT)
     trace, _ = open_trace(args)
     decode = not args.prefill and trace.tokens("decode") > 0
     perms = make_perms(trace, train=args.train, phase="decode" if decode else None)

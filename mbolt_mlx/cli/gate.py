@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 from mbolt_mlx.cli.arguments import fraction, memory_limit
 from mbolt_mlx.cli.traces import open_trace
 from mbolt_mlx.core.errors import UsageError
-from mbolt_mlx.core.output import write_whole
+from mbolt_mlx.core.report import check_report, write_report
 from mbolt_mlx.core.residency import POLICIES
 from mbolt_mlx.profile.gate import gate, work_of
 from mbolt_mlx.profile.layout import LAYOUTS, lay_out
 from mbolt_mlx.profile.perms import read_perms
 from mbolt_mlx.profile.replay import Setup
 
+FORMAT, VERSION = "mbolt-gate", 1
 HELP = "predict a replay's reading time, then read the same from this drive and compare"
 
 
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} is at least 1", found=getattr(args, name))
     if not 0.5 <= args.seconds <= 600:
         raise UsageError("--seconds is from 0.5 to 600", found=args.seconds)
+    check_report(args.output, FORMAT)
     works = _works(args)
 
     def say(text: str) -> None:
@@ -55,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
         works, args.scratch, rounds=args.rounds, tokens=args.tokens, seconds=args.seconds, step=say
     )
     name = args.trace if args.model == "trace" else args.model
-    document = {"format": "mbolt-gate", "version": 1, "name": name, **found}
-    write_whole(args.output, json.dumps(document, indent=2).encode() + b"\n")
+    write_report(args.output, {"format": FORMAT, "version": VERSION, "name": name, **found})
     print("\n".join(lines(found)))
     return 0
 

@@ -8,9 +8,9 @@ import json
 from tqdm import tqdm
 
 from mbolt_mlx.core.errors import UsageError
-from mbolt_mlx.core.output import write_whole
+from mbolt_mlx.core.report import check_report, write_report
 from mbolt_mlx.core.sizes import format_size
-from mbolt_mlx.profile.probe import DEFAULT_DEPTH, Probe, probe
+from mbolt_mlx.profile.probe import DEFAULT_DEPTH, FORMAT, Probe, probe
 
 HELP = "measure a drive: time a read and bandwidth, by size and number of reads at a time"
 
@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status."""
     if not 0.5 <= args.seconds <= 600:
         raise UsageError("--seconds is from 0.5 to 600", found=args.seconds)
+    if args.output:
+        check_report(args.output, FORMAT)
     with tqdm(desc="probing", disable=None, leave=False) as bar:
 
         def step(done: int, total: int) -> None:
@@ -40,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
             bar.update(done - bar.n)
 
         found = probe(args.folder, seconds=args.seconds, step=step)
-    document = json.dumps(found.document(), indent=2)
+    document = found.document()
     if args.output:
-        write_whole(args.output, document.encode() + b"\n")
-    print(document if args.json else "\n".join(lines(found)))
+        write_report(args.output, document)
+    print(json.dumps(document, indent=2) if args.json else "\n".join(lines(found)))
     return 0
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mbolt_mlx.core import files
+from mbolt_mlx.core import files, streams
 from mbolt_mlx.core.errors import OutputError
 from mbolt_mlx.core.sizes import format_size
 
@@ -26,10 +26,16 @@ _JOURNAL_MAX = 1 << 30
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` as the file ``path``: under another name first, synced, then renamed.
 
+    Of a link it is the file that the link leads to. A pipe or a device, such as /dev/stdout, keeps
+    its name and is written to.
+
     Raises:
         OutputError: when it cannot be written; an older file ``path`` is then unharmed.
     """
-    path = Path(path)
+    if streams.is_special(path):
+        streams.write_stream(path, data)
+        return
+    path = Path(os.path.realpath(path) if os.path.islink(path) else path)
     partial = path.with_name(f".{path.name}.partial")
     fd = _open_locked(partial, path)
     try:
@@ -169,9 +175,11 @@ def open_output(
 
     Raises:
         OutputError: when another process is writing this target, the folder cannot be written,
-            or the drive has too little space.
+            the drive has too little space, or the target is a pipe or a device.
     """
     target = Path(target)
+    if streams.is_special(target):
+        raise OutputError("a pipe or a device; name a file", path=target)
     partial, journal = partial_paths(target)
     lock_fd = _open_locked(journal, target)
     fd, done = -1, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.core.output import write_whole
 from mbolt_mlx.profile import cluster
 from mbolt_mlx.profile.layout import lay_out
 from mbolt_mlx.profile.perms import Perms
@@ -122,5 +124,7 @@ def _figure(output: str | Path, panels: int) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, output: str | Path) -> Path:
-    figure.savefig(output, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=Path(output).suffix[1:].lower(), dpi=110)
+    write_whole(output, picture.getvalue())
     return Path(output)

@@ -20,7 +20,7 @@ import numpy as np
 
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import TraceError
-from mbolt_mlx.core.output import write_whole
+from mbolt_mlx.core.report import write_report
 from mbolt_mlx.profile import cluster
 from mbolt_mlx.profile.traces import LayerInfo, Trace
 
@@ -182,9 +182,9 @@ def write_perms(path: str | Path, perms: Perms) -> None:
     """Write ``perms`` whole or not at all.
 
     Raises:
-        OutputError: when it cannot be written.
+        OutputError: when it cannot be written, or another file is there already.
     """
-    write_whole(path, _encode(perms.document))
+    write_report(path, perms.document, indent=None)
 
 
 def read_perms(path: str | Path) -> Perms:

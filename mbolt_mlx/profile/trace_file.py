@@ -27,7 +27,7 @@ import numpy as np
 import zstandard
 
 from mbolt_mlx import __version__
-from mbolt_mlx.core import files
+from mbolt_mlx.core import files, streams
 from mbolt_mlx.core.errors import OutputError, TraceError
 from mbolt_mlx.profile.traces import DECODE, PREFILL, LayerInfo, Pass, Trace, make_trace
 
@@ -327,6 +327,8 @@ def _refuse_other(path: Path) -> None:
     if path.is_dir():
         raise OutputError("a folder is there already", path=path)
     if not path.exists() or path.stat().st_size == 0:
+        if streams.is_special(path):
+            raise OutputError("a pipe or a device; name a file", path=path)
         return
     fd = files.open_read(path)
     try:

@@ -166,3 +166,24 @@ def test_the_first_implementations_names(capsys, trace):
     assert "working set" in capsys.readouterr().out
     assert sim.main(["drive", "/absent"]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("cluster", "{trace}", "-o"),
+        ("gate", "trace", "{trace}", "-o"),
+        ("probe", "{folder}", "-o"),
+        ("bench", "--model", "{model}", "--json"),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_file_that_is_no_report_is_never_replaced(capsys, trace, tiny_model, tmp_path, argv):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    argv = [a.format(trace=trace, folder=tmp_path, model=tiny_model) for a in argv]
+    err = told(capsys, *argv, str(weights), status=2).err
+    assert err.count("\n") == 1 and f"{weights}: another file is there already" in err
+    assert weights.read_bytes() == b"weights" and len(list(tmp_path.iterdir())) == 1
+    absent = str(tmp_path / "absent" / "out.json")
+    assert "absent: no such folder" in told(capsys, *argv, absent, status=2).err

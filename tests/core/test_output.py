@@ -174,3 +174,24 @@ def test_journal_with_a_torn_end_keeps_what_is_whole(tmp_path):
                 continue
         with open_output(target, 10, "stamp") as out:
             out.write(b"x", 0)
+
+
+def test_a_link_stays_and_its_file_is_replaced(tmp_path):
+    (tmp_path / "a").write_bytes(b"one")
+    (tmp_path / "link").symlink_to("a")
+    write_whole(tmp_path / "link", b"two")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "a").read_bytes() == b"two"
+
+
+def test_a_pipe_is_written_to_and_never_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, b"one")
+        assert os.read(reader, 9) == b"one" and pipe.is_fifo() and names(tmp_path) == ["pipe"]
+    finally:
+        os.close(reader)
+    with pytest.raises(OutputError, match="a pipe or a device"):
+        open_output(pipe, 1, "stamp")
+    assert pipe.is_fifo() and names(tmp_path) == ["pipe"]

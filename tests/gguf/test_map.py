@@ -170,3 +170,13 @@ def test_every_installed_program_is_there():
 
 def test_ranges():
     assert ranges([]) == "" and ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_the_map_is_never_written_over_a_model(tmp_path, capsys):
+    model = make_gguf(tmp_path / "m.gguf")
+    before = model.read_bytes()
+    assert commands.main(["map", str(model), "--json", str(model)]) == 2
+    assert "another file is there already" in capsys.readouterr().err
+    assert model.read_bytes() == before
+    for _ in range(2):
+        assert commands.main(["map", str(model), "--json", str(tmp_path / "map.json")]) == 0

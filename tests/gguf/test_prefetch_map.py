@@ -152,6 +152,18 @@ def test_a_map_is_never_written_over_the_model(plain):
     assert plain.path.read_bytes() == before
 
 
+def test_a_map_replaces_a_map_and_no_other_file(plain, tmp_path):
+    place = tmp_path / "a"
+    write_map(plain, place)
+    write_map(plain, place)
+    place.write_bytes(b"")
+    write_map(plain, place)
+    place.write_bytes(b"GGUF and more")
+    with pytest.raises(OutputError, match="it is not a prefetch map; choose another name"):
+        write_map(plain, place)
+    assert place.read_bytes() == b"GGUF and more"
+
+
 def test_damaged_maps(plain, split):
     for model in (plain, split):
         data = make_map(model)

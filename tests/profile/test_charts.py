@@ -56,6 +56,7 @@ def test_predicted_against_measured(tmp_path):
     [
         (["hits", "TRACE", "-o", "x.txt"], "ends in .png"),
         (["coactivation", "TRACE", "--layer", "7", "-o", "x.png"], "no layer 7"),
+        (["coactivation", "TRACE", "-o", "absent/x.png"], "absent/x.png: cannot write"),
         (["layouts", "TRACE", "TRACE", "-o", "x.png"], "one trace"),
         (["measured", "TRACE", "-o", "x.png"], "not what `gate` wrote"),
         (["measured", "absent", "-o", "x.png"], "absent"),
