@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from mbolt_mlx.cli import arguments
+from mbolt_mlx.core import streams
 from mbolt_mlx.core.errors import UsageError
 
 HELP = "write text as mlx_lm.generate does, with part of the experts in memory"
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, OSError, NotImplementedError) as error:
+        if streams.is_lost(error):
+            raise
         raise UsageError(f"mlx-lm: {error or type(error).__name__}") from error
     if args.stats:
         from mbolt_mlx.cli.stats_table import print_stats

@@ -7,10 +7,10 @@ went away.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import logging
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from mbolt_mlx import __version__
+from mbolt_mlx.core import streams
 from mbolt_mlx.core.errors import MboltError, UsageError
 
 
@@ -126,6 +127,8 @@ def guarded(
 ) -> int:
     """``run(argv)``, with what it raises as one line on stderr (all of it after ``--debug``)."""
     debug = "--debug" in argv
+    streams.hold_standard()
+    streams.show_what_can_be_shown()
     try:
         _log_to_stderr(prog, loggers)
         status = run(argv)
@@ -139,8 +142,7 @@ def guarded(
         _say(prog, "interrupted")
         return 130
     except BrokenPipeError:
-        # Python flushes stdout once more at exit and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.drop_rest(sys.stdout)
         return 141
     except MboltError as error:
         if debug:
@@ -150,6 +152,10 @@ def guarded(
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and streams.is_lost(error):
+            streams.drop_rest(sys.stdout)
+            _say(prog, f"error: cannot write to stdout: {error.strerror}")
+            return 2
         text = " ".join(str(error).split())
         _say(prog, f"error: unexpected {type(error).__name__}: {text}; --debug shows where")
         return 2
@@ -195,4 +201,5 @@ def _log_to_stderr(prog: str, names: Sequence[str]) -> None:
 
 
 def _say(prog: str, text: str) -> None:
-    print(f"{prog}: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the status tells it, too
+        print(f"{prog}: {text}", file=sys.stderr)

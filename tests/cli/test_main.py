@@ -146,6 +146,43 @@ def test_a_reader_that_goes_away_is_no_error():
     assert process.wait() == 141
 
 
+def _shell(line, **env):
+    """What a shell makes of ``line``, in which PROG is mbolt-mlx."""
+    prog = f"{sys.executable} -m mbolt_mlx"
+    return subprocess.run(
+        ["sh", "-c", line.replace("PROG", prog)], capture_output=True, env={**os.environ, **env}
+    )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full")
+@pytest.mark.parametrize("command", ["models", "support --json"])
+def test_a_full_drive_behind_stdout_is_one_line(command):
+    done = _shell(f"PROG {command} >/dev/full")
+    assert done.returncode == 2
+    assert done.stderr == b"mbolt-mlx: error: cannot write to stdout: No space left on device\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full")
+def test_a_full_drive_behind_stderr_leaves_the_status():
+    assert _shell("PROG nothing 2>/dev/full").returncode == 2
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_change_nothing_else(closed, tiny_model, tmp_path):
+    trace = tmp_path / "trace"
+    generate = f"PROG generate --model {tiny_model} --resident 0.5 -m 2 -p hi --trace {trace}"
+    done = _shell(f"{generate} {closed}")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert trace.read_bytes()
+    assert _shell(f"PROG nothing {closed}").returncode == 2
+
+
+def test_what_the_encoding_lacks_is_a_question_mark(tiny_model):
+    done = _shell(f"PROG inspect {tiny_model}", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"") and b"32?64" in done.stdout
+    assert _shell("PROG --help", PYTHONIOENCODING="ascii").returncode == 0
+
+
 @pytest.mark.parametrize("phase, prompt", [("decode", "hello"), ("prefill", "hello " * 20_000)])
 def test_ctrl_c_in_decode_and_in_prefill(tiny_model, phase, prompt):
     process = subprocess.Popen(
