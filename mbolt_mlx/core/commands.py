@@ -11,16 +11,21 @@ import contextlib
 import difflib
 import importlib
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mbolt_mlx import __version__
 from mbolt_mlx.core import streams
 from mbolt_mlx.core.errors import MboltError, UsageError
+
+
+# Texts for a model.
+_MAY_BE_EMPTY = frozenset({"command", "prompt", "system_prompt", "prefill_response"})
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,6 +33,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"see `{self.prog} --help`")
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        # Most often a shell's variable that is not set: a default in its place would be a surprise.
+        if not text and action.dest not in _MAY_BE_EMPTY and action.nargs != argparse.REMAINDER:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            self.error(f"argument {name}: it is empty")
+        return super()._get_value(action, text)
 
 
 @dataclass(frozen=True)
@@ -155,6 +167,9 @@ def guarded(
         if isinstance(error, OSError) and streams.is_lost(error):
             streams.drop_rest(sys.stdout)
             _say(prog, f"error: cannot write to stdout: {error.strerror}")
+            return 2
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            _say(prog, f"error: {MboltError(error.strerror, path=os.fsdecode(error.filename))}")
             return 2
         text = " ".join(str(error).split())
         _say(prog, f"error: unexpected {type(error).__name__}: {text}; --debug shows where")

@@ -236,7 +236,10 @@ def check_space(target: Path, size: int) -> None:
 def _open_locked(path: Path, target: Path) -> int:
     """A descriptor of ``path``, made if absent, locked, and still the file of that name."""
     while True:
-        fd = files.open_write(path)
+        try:
+            fd = files.open_write(path)
+        except OutputError as error:  # nobody asked for the hidden name
+            raise OutputError(error.message, path=target) from error
         if not files.try_lock(fd):
             files.close(fd)
             raise OutputError("another process is writing this file now", path=target)

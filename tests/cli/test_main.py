@@ -72,6 +72,10 @@ def test_no_command_is_wrong_usage(capsys):
         (["--nonsense"], "mbolt-mlx --help"),
         (["do", "--n", "x"], "mbolt-mlx do --help"),
         (["do", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["do", "--n", ""], "argument --n: it is empty"),
+        (["inspect", ""], "argument model: it is empty"),
+        (["generate", "--model", ""], "argument --model: it is empty"),
+        (["inspect", "x" * 5000], "xxx: File name too long"),
         (["do", "more"], "unrecognized arguments: more"),
     ],
 )
