@@ -18,6 +18,8 @@ from mbolt_gguf.interleaved import KEY_INTERLEAVED
 from mbolt_gguf.model import Model
 from mbolt_gguf.prefetch_map import is_stale, map_path, write_map
 from mbolt_mlx.core.errors import BuildError
+from mbolt_mlx.profile.mblt import is_mblt
+from mbolt_mlx.profile.trace_file import refuse_other
 
 MODES, ADVICES = ("read", "willneed"), ("random", "none")
 
@@ -99,7 +101,7 @@ def prepare(
     Raises:
         BuildError: when ``name`` is not built.
         GgufError, UnsupportedError: when the model is malformed.
-        OutputError: when the map cannot be written.
+        OutputError: when the map cannot be written, or ``trace`` is a file of another kind.
     """
     program = binary(name)
     model = Model.open(path)
@@ -113,9 +115,10 @@ def prepare(
         if prefetch is not None:
             place = map_path(model)
             if is_stale(model):
-                write_map(model, place)
+                write_map(model)
             environment |= prefetch.environment(place)
     if trace is not None:
+        refuse_other(trace, is_mblt)
         environment["MBOLT_TRACE"] = str(trace)
     arguments = (str(program), "-m", str(model.path), *ours, *flags)
     return Launch(program, arguments, environment)

@@ -9,6 +9,7 @@ from pathlib import Path
 from mbolt_gguf.permute import DEFAULT_LAYOUT
 from mbolt_gguf.rewrite import rewrite
 from mbolt_mlx.core import files
+from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.perms import read_perms
 
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
             print(text, file=sys.stderr)
 
     def before(plan, first: Path) -> None:
+        if args.perms and files.is_same_file(first, args.perms):
+            raise UsageError("the output is the profile itself", path=first)
         free = files.free_space(first.parent)
         number = f" and {len(plan.files) - 1} more" if len(plan.files) > 1 else ""
         say(

@@ -23,7 +23,6 @@ from mbolt_mlx import __version__
 from mbolt_mlx.core import streams
 from mbolt_mlx.core.errors import MboltError, UsageError
 
-
 # Texts for a model.
 _MAY_BE_EMPTY = frozenset({"command", "prompt", "system_prompt", "prefill_response"})
 

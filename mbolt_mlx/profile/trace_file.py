@@ -18,7 +18,7 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -76,7 +76,7 @@ class Recorder:
         self._session = False
         self._last: tuple[str, int] | None = None
         self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-        _refuse_other(self.path)
+        refuse_other(self.path)
         self._fd = files.open_write(self.path)
         files.truncate(self._fd, 0, path=str(self.path))
         self._end = 0
@@ -318,12 +318,14 @@ def _records(
         yield flags, layer, ids.reshape(tokens, k).astype(np.int32)
 
 
-def _refuse_other(path: Path) -> None:
-    """Never overwrite a file that is not a trace.
+def refuse_other(path: Path, is_trace: Callable[[bytes], bool] = is_ours) -> None:
+    """Never overwrite a file that is not a trace, as ``is_trace`` says of its first bytes.
 
     Raises:
-        OutputError: when ``path`` is one.
+        OutputError: when ``path`` is one, or is in no folder.
     """
+    if not path.parent.is_dir():
+        raise OutputError("no such folder", path=path.parent)
     if path.is_dir():
         raise OutputError("a folder is there already", path=path)
     if not path.exists() or path.stat().st_size == 0:
@@ -336,5 +338,5 @@ def _refuse_other(path: Path) -> None:
         files.pread_into(fd, [memoryview(head)], 0, path=str(path))
     finally:
         files.close(fd)
-    if not is_ours(bytes(head)):
+    if not is_trace(bytes(head)):
         raise OutputError("another file is there already, and it is not a trace", path=path)

@@ -16,6 +16,7 @@ from mbolt_gguf.launch import Prefetch, prepare
 from mbolt_gguf.model import Model
 from mbolt_gguf.prefetch_map import is_stale, map_path, read_map
 from mbolt_gguf.rewrite import rewrite
+from mbolt_mlx.core.errors import OutputError
 from mbolt_mlx.profile.traces import read_trace
 from tests.gguf.makers import make_gguf
 
@@ -88,6 +89,26 @@ def test_without_prefetch_no_map_is_made(model, any_binary):
     found = prepare("llama-cli", model, prefetch=None)
     assert "MBOLT_PREFETCH" not in found.environment
     assert not map_path(Model.open(model)).exists()
+
+
+def test_a_trace_is_never_written_over_another_file(model, any_binary, tmp_path):
+    before = model.read_bytes()
+    with pytest.raises(OutputError, match="it is not a trace"):
+        prepare("llama-cli", model, trace=model)
+    with pytest.raises(OutputError, match="no such folder"):
+        prepare("llama-cli", model, trace=tmp_path / "absent" / "t")
+    (tmp_path / "t").write_bytes(b"MBLT\x01")
+    prepare("llama-cli", model, trace=tmp_path / "t")
+    assert model.read_bytes() == before
+
+
+def test_a_damaged_map_of_ours_is_written_anew(model, any_binary):
+    place = map_path(Model.open(model))
+    prepare("llama-cli", model)
+    whole = place.read_bytes()
+    place.write_bytes(bytes(len(whole)))
+    prepare("llama-cli", model)
+    assert place.read_bytes() == whole
 
 
 def test_settings_reach_the_environment(model, any_binary, tmp_path):

@@ -490,3 +490,13 @@ def test_memory_stays_under_400_mb(tmp_path, layout):
     peak = int(done.stdout)
     print(f"peak {peak / 1e6:.0f} MB")
     assert peak < 400e6, peak
+
+
+def test_force_does_not_replace_the_profile(tmp_path, capsys):
+    model = made.write_model(tmp_path / "m.gguf", made.layer(0))
+    profile(tmp_path, [0])
+    (perms,) = tmp_path.glob("*.json")
+    before = perms.read_bytes()
+    assert main(["rewrite", str(model), str(perms), "-o", str(perms), "--force"]) == 2
+    assert "the output is the profile itself" in capsys.readouterr().err
+    assert perms.read_bytes() == before
