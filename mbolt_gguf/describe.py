@@ -10,10 +10,12 @@ from mbolt_gguf.experts import MoeLayer, Slices, find_experts
 from mbolt_gguf.interleaved import PIECE_ALIGN
 from mbolt_gguf.model import Model
 from mbolt_gguf.types import type_name
+from mbolt_mlx.core.errors import GgufError
 from mbolt_mlx.core.sizes import format_size
 
 FORMAT, VERSION = "mbolt-map", 1
 KEY_VERSION, KEY_LAYOUT = "mbolt.version", "mbolt.layout"
+_BLOCKS_MAX = 1 << 16
 _SHARED = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
 
 
@@ -72,7 +74,12 @@ def describe(model: Model) -> dict[str, Any]:
 
 def _block_count(model: Model) -> int:
     found = model.get("block_count", 0)
-    return found if type(found) is int else 0
+    if type(found) is not int or not 0 <= found <= _BLOCKS_MAX:
+        raise GgufError(
+            f"{model.arch}.block_count has no meaning",
+            path=model.path, expected=f"0 to {_BLOCKS_MAX}", found=found,
+        )  # fmt: skip
+    return found
 
 
 def _mtp_layers(model: Model, count: int) -> list[int]:

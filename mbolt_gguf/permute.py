@@ -68,9 +68,10 @@ def parse_layout(text: str) -> Wish:
     )
 
 
-def parse_order(layout: str | None) -> str | None:
+def parse_order(layout: object) -> str | None:
     """The order in the layout's name that a file carries; None without one that we know."""
-    return next((word for word in (layout or "").split("+") if word in ORDERS), None)
+    words = layout.split("+") if isinstance(layout, str) else ()
+    return next((word for word in words if word in ORDERS), None)
 
 
 def stored_orders(model: Model, layers: Sequence[MoeLayer]) -> dict[int, np.ndarray]:
@@ -110,7 +111,7 @@ def stored_orders(model: Model, layers: Sequence[MoeLayer]) -> dict[int, np.ndar
 
 def is_order(order: np.ndarray, experts: int) -> bool:
     """Whether ``order`` names each of ``experts`` experts once."""
-    return np.array_equal(np.sort(order), np.arange(experts))
+    return order.dtype.kind in "iu" and np.array_equal(np.sort(order), np.arange(experts))
 
 
 def crosses_groups(order: np.ndarray, group_size: int | None) -> bool:

@@ -63,13 +63,16 @@ def carried_by(model: Model, layers: Sequence[MoeLayer]) -> Carried | None:
         raise GgufError(
             f"{KEY_HEAT} has another length", path=model.path, expected=total, found=found
         )
+    if not all(type(n) is int and 0 <= n <= _U32_MAX for n in flat):
+        raise GgufError(f"{KEY_HEAT} holds what is no count", path=model.path)
+    sha = model.get(KEY_SHA)
     orders, heat, at = stored_orders(model, layers), {}, 0
     for y in layers:
         by_id = np.empty(y.experts, np.int64)
         by_id[orders[y.layer]] = flat[at : at + y.experts]
         heat[y.layer] = by_id.tolist()
         at += y.experts
-    return Carried(heat, _cliques(model, layers), model.get(KEY_SHA))
+    return Carried(heat, _cliques(model, layers), sha if isinstance(sha, str) else None)
 
 
 def _cliques(model: Model, layers: Sequence[MoeLayer]) -> dict[int, list[list[int]]]:

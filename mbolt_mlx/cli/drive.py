@@ -10,7 +10,7 @@ from typing import Any
 from mbolt_mlx.core.errors import ReadError, TraceError, UsageError
 from mbolt_mlx.core.sizes import parse_size
 from mbolt_mlx.profile.law import DEFAULT_LAW, Law
-from mbolt_mlx.profile.probe import read_probe
+from mbolt_mlx.profile.probe import read_laws, read_probe
 
 
 def add_drive(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def open_probe(path: str) -> dict[str, Any]:
 
     Raises:
         ReadError: when it cannot be read.
-        TraceError: when it is not JSON.
+        TraceError: when it is not JSON, or no probe.
     """
     try:
         document = json.loads(Path(path).read_bytes())
@@ -38,7 +38,11 @@ def open_probe(path: str) -> dict[str, Any]:
         raise TraceError(f"not JSON: {error}", path=path) from error
     if not isinstance(document, dict):
         raise TraceError("not the result of a probe", path=path)
-    read_probe(document)
+    try:
+        read_probe(document)
+        read_laws(document)
+    except TraceError as error:
+        raise TraceError(error.message, path=path, found=error.found) from None
     return document
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,12 @@ from mbolt_mlx.cli.headers import open_headers
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.memory import total_memory
+from mbolt_mlx.core.places import cache_folder, user_path
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.perms import read_perms
 from mbolt_mlx.profile.plan import RESIDENTS, Assumptions, make_plan
+from mbolt_mlx.profile.probe import read_laws
 from mbolt_mlx.profile.traces import read_trace
 
 HELP = "say what a model will need and how fast it will be, from its headers alone"
@@ -81,8 +82,7 @@ def _assumptions(args: argparse.Namespace, notes: list[str]) -> Assumptions:
     law = open_law(args)
     laws = {4: law}
     if args.drive and args.bandwidth is None and args.t_op is None:
-        for one in open_probe(args.drive).get("laws", ()):
-            laws[int(one["depth"])] = Law(float(one["t_op_s"]), float(one["bytes_per_s"]))
+        laws |= read_laws(open_probe(args.drive))
         notes.append(f"drive: measured, {args.drive}")
     elif args.bandwidth is None or args.t_op is None:
         notes.append(
@@ -102,9 +102,7 @@ def _assumptions(args: argparse.Namespace, notes: list[str]) -> Assumptions:
 
 def _free(side_file: str | None) -> int | None:
     """Free bytes where the side-file would go, by default in the user's cache."""
-    from mbolt_mlx.core.places import cache_folder
-
-    place = Path(side_file).expanduser().parent if side_file else cache_folder()
+    place = user_path(side_file).parent if side_file else cache_folder()
     while not place.exists() and place != place.parent:
         place = place.parent
     return files.free_space(place)

@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "measured":
         done = charts.measured([p for path in args.files for p in _points(path)], args.output)
     elif args.kind == "hits":
-        traces = {_name(path): read_trace(path) for path in args.files}
+        names = [_name(path) for path in args.files]
+        names = names if len({*names}) == len(names) else args.files
+        traces = {name: read_trace(path) for name, path in zip(names, args.files, strict=True)}
         done = charts.hit_rates(traces, args.output)
     else:
         if len(args.files) != 1:

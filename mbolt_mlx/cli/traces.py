@@ -11,7 +11,7 @@ from mbolt_mlx.cli.arguments import MODEL_HELP
 from mbolt_mlx.cli.headers import Headers, open_headers
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.sizes import parse_size
-from mbolt_mlx.profile.traces import LayerInfo, Trace, read_trace
+from mbolt_mlx.profile.traces import EXPERT_BYTES_MAX, PIECES_MAX, LayerInfo, Trace, read_trace
 
 
 def add_trace(parser: argparse.ArgumentParser, *, option: bool = True) -> None:
@@ -48,6 +48,10 @@ def open_trace(args: argparse.Namespace) -> tuple[Trace, Headers | None]:
     for name in ("pieces", "decode_batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is at least 1", found=getattr(args, name))
+    if args.pieces is not None and args.pieces > PIECES_MAX:
+        raise UsageError(f"--pieces is at most {PIECES_MAX}", found=args.pieces)
+    if args.expert_bytes is not None and args.expert_bytes > EXPERT_BYTES_MAX:
+        raise UsageError(f"--expert-bytes is at most {EXPERT_BYTES_MAX}", found=args.expert_bytes)
     trace = read_trace(args.trace, decode_tokens=args.decode_batch)
     for note in trace.notes:
         print(f"mbolt-mlx: {args.trace}: {note}", file=sys.stderr)

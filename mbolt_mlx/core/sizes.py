@@ -11,7 +11,8 @@ for _power, _letter in enumerate("KMGTP", start=1):
     UNITS[_letter] = UNITS[f"{_letter}B"] = 1000**_power
     UNITS[f"{_letter}I"] = UNITS[f"{_letter}IB"] = 1024**_power
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)")
+# More than 30 digits are nobody's size, and some hundred of them no float.
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([A-Za-z]*)")
 
 
 def parse_size(text: str | int) -> int:

@@ -217,7 +217,7 @@ def read_perms(path: str | Path) -> Perms:
 def _check(layer: dict[str, Any], path: str | Path) -> None:
     name, heat = layer["layer"], layer.get("heat")
     if not isinstance(heat, list) or not all(
-        isinstance(h, int | float) and not isinstance(h, bool) and h >= 0 for h in heat
+        isinstance(h, int | float) and not isinstance(h, bool) and 0 <= h < 1e300 for h in heat
     ):
         raise TraceError(f"layer {name} has no heat by expert", path=path)
     for kind in ORDERS:

@@ -137,10 +137,28 @@ def read_probe(document: dict[str, Any]) -> Law:
     values = document.get("t_op_s"), document.get("bytes_per_s")
     if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
         raise TraceError("not the result of a probe: it has no t_op_s and bytes_per_s")
-    t_op, rate = map(float, values)
-    if t_op < 0 or rate <= 0:
+    t_op, rate = values
+    if not (0 <= t_op < 1e6 and 0 < rate < 1e18):  # nor infinite, nor not a number
         raise TraceError("the probe's figures have no meaning", found=f"{t_op} s, {rate} bytes/s")
-    return Law(t_op, rate)
+    return Law(float(t_op), float(rate))
+
+
+def read_laws(document: dict[str, Any]) -> dict[int, Law]:
+    """Reads at a time → law, of a probe's JSON; none where it has no ``laws``.
+
+    Raises:
+        TraceError: when they have no meaning.
+    """
+    laws = document.get("laws", [])
+    if not isinstance(laws, list) or not all(isinstance(one, dict) for one in laws):
+        raise TraceError("the probe's laws have no meaning")
+    out = {}
+    for one in laws:
+        depth = one.get("depth")
+        if type(depth) is not int or not 0 < depth <= 1 << 16:
+            raise TraceError("the probe's laws have no meaning", found=f"depth {depth}")
+        out[depth] = read_probe(one)
+    return out
 
 
 def _largest(folder: Path) -> Path | None:

@@ -7,15 +7,25 @@ of each layer's experts (``# layer=0 expert_bytes=…``); then a heading and
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 
 from mbolt_mlx.core.errors import TraceError
-from mbolt_mlx.profile.traces import DECODE, PREFILL, LayerInfo, Pass, Trace, make_trace
+from mbolt_mlx.profile.traces import (
+    DECODE,
+    EXPERTS_MAX,
+    PREFILL,
+    LayerInfo,
+    Pass,
+    Trace,
+    make_trace,
+)
 
 HEADING = "turn,phase,step,layer,slot,expert"
 _COLUMNS = 9
+_NUMBER = re.compile("[0-9]{1,18}")
 
 
 def is_route_csv(data: bytes) -> bool:
@@ -48,6 +58,8 @@ def decode(data: bytes, path: str | Path | None = None, *, experts: int | None =
             raise _bad(path, number, "is not a route") from None
         if len(parts) != _COLUMNS or phase not in (0, 1) or min(turn, step, layer, slot) < 0:
             raise _bad(path, number, "is not a route")
+        if not 0 <= expert < EXPERTS_MAX:
+            raise _bad(path, number, f"has the expert {expert}, which no model has")
         group = groups.setdefault((turn, phase, step, layer), [])
         if slot != len(group):
             raise _bad(path, number, f"has slot {slot} where {len(group)} comes next")
@@ -130,7 +142,7 @@ def _matrix(rows: list[list[int]], layer: int, path: str | Path | None) -> np.nd
 
 def _number(known: dict[str, str], key: str) -> int | None:
     value = known.get(key, "")
-    return int(value) if value.isdigit() and int(value) > 0 else None
+    return int(value) if _NUMBER.fullmatch(value) and int(value) > 0 else None
 
 
 def _bad(path: str | Path | None, number: int, what: str) -> TraceError:

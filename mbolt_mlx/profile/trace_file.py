@@ -261,16 +261,10 @@ def _read_header(line: bytes, path: str | Path | None) -> tuple[dict[int, LayerI
             for one in head["layers"]
         }
         model = str(head.get("model", ""))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise TraceError("the header has no meaning", path=path) from None
     if version != VERSION:
         raise TraceError("unknown version", path=path, expected=VERSION, found=version)
-    for layer, info in layers.items():
-        sizes = (info.expert_bytes, info.pieces)
-        if not 0 < info.top_k <= info.experts or any(
-            n is not None and (type(n) is not int or n <= 0) for n in sizes
-        ):
-            raise TraceError(f"what the header says of layer {layer} has no meaning", path=path)
     return layers, model
 
 

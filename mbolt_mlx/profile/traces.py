@@ -15,7 +15,9 @@ from mbolt_mlx.core.errors import TraceError
 
 PREFILL, DECODE = "prefill", "decode"
 PHASES = (PREFILL, DECODE)
+EXPERTS_MAX, EXPERT_BYTES_MAX, PIECES_MAX = 1 << 20, 1 << 50, 1 << 10
 _SIZE_MAX = 8 << 30
+_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,16 @@ def make_trace(
 ) -> Trace:
     """Check ``passes`` against ``layers`` and make a trace of them.
 
+    All that is known of the layers is checked too: it comes from files.
+
     Warm-up passes (every expert chosen, in a trace that otherwise chooses fewer) are left out.
 
     Raises:
-        TraceError: when there is no pass, or an expert id is out of range.
+        TraceError: when there is no pass, an expert id is out of range, or a layer's numbers have
+            no meaning.
     """
+    for layer, info in layers.items():
+        _check_info(layer, info, path)
     kept, warm_up = [], 0
     for p in passes:
         if not p.chosen or not p.tokens:
@@ -163,6 +170,24 @@ def make_trace(
     if warm_up:
         notes.append(f"{warm_up} warm-up passes that chose every expert were left out")
     return Trace(tuple(kept), dict(sorted(layers.items())), model, tuple(notes))
+
+
+def _check_info(layer: int, info: LayerInfo, path: str | Path | None) -> None:
+    """Refuse numbers without meaning, and such as no memory would hold tables for."""
+    limits = {
+        "experts": (info.experts, EXPERTS_MAX),
+        "top_k": (info.top_k, info.experts),
+        "expert_bytes": (info.expert_bytes, EXPERT_BYTES_MAX),
+        "pieces": (info.pieces, PIECES_MAX),
+    }
+    for name, (value, most) in limits.items():
+        if value is not None and (type(value) is not int or not 0 < value <= most):
+            raise TraceError(
+                f"the {name} of layer {layer} have no meaning",
+                path=path,
+                expected=f"1 to {most}",
+                found=value,
+            )
 
 
 def read_trace(path: str | Path, *, experts: int | None = None, decode_tokens: int = 1) -> Trace:
@@ -199,14 +224,14 @@ def read_trace(path: str | Path, *, experts: int | None = None, decode_tokens: i
 
 def _unpacked(data: bytes, path: str | Path) -> bytes:
     """``data`` without gzip or xz around it."""
-    if data.startswith(b"\x1f\x8b"):
-        unpack = zlib.decompressobj(wbits=31).decompress
-    elif data.startswith(b"\xfd7zXZ\x00"):
-        unpack = lzma.LZMADecompressor().decompress
-    else:
+    if not data.startswith((_GZIP, _XZ)):
         return data
-    try:
-        unpacked = unpack(data, _SIZE_MAX)
-    except (zlib.error, lzma.LZMAError) as error:
-        raise TraceError(f"the file cannot be unpacked: {error}", path=path) from error
-    return unpacked
+    packed, parts, whole = data.startswith(_GZIP), [], True
+    while data and whole:  # files that were packed one by one and put together are one file
+        unpacker = zlib.decompressobj(wbits=31) if packed else lzma.LZMADecompressor()
+        try:
+            parts.append(unpacker.decompress(data, _SIZE_MAX))
+        except (zlib.error, lzma.LZMAError) as error:
+            raise TraceError(f"the file cannot be unpacked: {error}", path=path) from error
+        data, whole = unpacker.unused_data.lstrip(b"\0"), unpacker.eof
+    return b"".join(parts)

@@ -353,8 +353,8 @@ class _Reader:
             return None
         if not isinstance(values, list) or len(values) != experts:
             raise self.wrong(f"{place}: {key} is not a list of {experts}")
-        if not all(type(v) in (int, float) for v in values):
-            raise self.wrong(f"{place}: {key} holds something that is not a number")
+        if not all(type(v) in (int, float) and 0 <= v < 1e300 for v in values):
+            raise self.wrong(f"{place}: {key} holds something that is not a number from 0 on")
         return tuple(values)
 
     def check_blocks(self, layers: tuple[LayerEntry, ...]) -> None:

@@ -187,3 +187,11 @@ def test_a_file_that_is_no_report_is_never_replaced(capsys, trace, tiny_model, t
     assert weights.read_bytes() == b"weights" and len(list(tmp_path.iterdir())) == 1
     absent = str(tmp_path / "absent" / "out.json")
     assert "absent: no such folder" in told(capsys, *argv, absent, status=2).err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--pieces", "1000000000"), ("--expert-bytes", "9" * 30)]
+)
+def test_numbers_beyond_any_model(capsys, trace, option, value):
+    err = told(capsys, "simulate", "--trace", trace, "--resident", "0.5", option, value, status=2)
+    assert f"{option} is at most" in err.err

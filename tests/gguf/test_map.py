@@ -123,6 +123,12 @@ def test_what_is_wrong_is_one_line(argv, capsys):
     assert captured.err.startswith("mbolt-gguf: error: ")
 
 
+def test_more_blocks_than_any_model_has(write, capsys):
+    path = write(moe_values(layers=(1 << 32) - 1), moe_block(0))
+    assert commands.main(["map", str(path)]) == 2
+    assert "test.block_count has no meaning; expected 0 to 65536" in capsys.readouterr().err
+
+
 def test_a_dense_model_says_so(write, capsys):
     path = write(moe_values()[:2], [("blk.0.ffn_up.weight", F32, (32, 4))])
     assert commands.main(["map", str(path)]) == 2

@@ -88,6 +88,10 @@ def test_an_order_without_heat(written, tmp_path):
     [
         value("mbolt.heat", "u32[]", [1, 2]),
         value("mbolt.heat", "u32", 1),
+        value("mbolt.heat", "f32[]", [0.5] * 8),
+        value("mbolt.heat", "i32[]", [-1] * 8),
+        value("mbolt.heat", "u64[]", [1 << 63] * 8),
+        value("mbolt.heat", "str[]", ["1"] * 8),
         value("mbolt.coactivation_top_cliques", "str", "[[[99]]]"),
         value("mbolt.coactivation_top_cliques", "str", "{"),
     ],
@@ -99,6 +103,30 @@ def test_what_does_not_fit_the_experts(tmp_path, key):
     model = made.write_model(tmp_path / "m.gguf", made.layer(0), made.values(more=more))
     with pytest.raises(GgufError, match="mbolt"):
         read_profile(model)
+
+
+@pytest.mark.parametrize("kind", ["f32[]", "u32[]"])
+def test_an_order_is_of_whole_numbers(tmp_path, kind):
+    keys = made.values(more=[value("mbolt.perm", kind, list(range(8)))])
+    model = made.write_model(tmp_path / "m.gguf", made.layer(0), keys)
+    if kind == "u32[]":
+        assert read_profile(model).order("chain") == {0: list(range(8))}
+        return
+    with pytest.raises(GgufError, match="does not name each expert"):
+        read_profile(model)
+
+
+def test_names_of_an_odd_type_are_no_names(written, tmp_path):
+    more = [
+        value("mbolt.perm", "i32[]", list(range(8))),
+        value("mbolt.heat", "u32[]", list(range(8))),
+        value("mbolt.layout", "u32", 5),
+        value("mbolt.profile.sha256", "u32", 5),
+    ]
+    model = made.write_model(tmp_path / "o.gguf", made.layer(0), made.values(more=more))
+    assert read_profile(model).document["order"] == "ids"
+    rewrite(model, None, tmp_path / "out.gguf", layout="interleave")
+    assert read_profile(tmp_path / "out.gguf").heat == {0: list(range(8))}
 
 
 def test_cliques_of_other_tools_that_are_no_lists_are_left_out(written, tmp_path):

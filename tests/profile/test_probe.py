@@ -4,11 +4,12 @@ import json
 
 import pytest
 
+from mbolt_mlx.cli.main import main
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import ReadError, TraceError, UsageError
 from mbolt_mlx.profile import probe as probing
 from mbolt_mlx.profile.law import Law
-from mbolt_mlx.profile.probe import probe, read_probe
+from mbolt_mlx.profile.probe import probe, read_laws, read_probe
 
 SMALL = {"seconds": 0.3, "sizes": (4096, 65536, 1 << 20), "depths": (1, 4)}
 
@@ -71,8 +72,37 @@ def test_a_drive_that_fails_is_an_error_and_leaves_nothing(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     "document",
-    [{}, {"t_op_s": 1}, {"t_op_s": "1", "bytes_per_s": 1}, {"t_op_s": -1, "bytes_per_s": 1}],
+    [
+        {},
+        {"t_op_s": 1},
+        {"t_op_s": "1", "bytes_per_s": 1},
+        {"t_op_s": -1, "bytes_per_s": 1},
+        {"t_op_s": float("nan"), "bytes_per_s": 1},
+        {"t_op_s": 1, "bytes_per_s": float("inf")},
+        {"t_op_s": 1, "bytes_per_s": 10**400},
+    ],
 )
-def test_probes_without_meaning(document):
+def test_probes_without_meaning(document, tmp_path, capsys):
     with pytest.raises(TraceError):
         read_probe(document)
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    assert main(["plan", "--model", "demo", "--drive", str(tmp_path / "p.json")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "p.json: " in err and "unexpected" not in err
+
+
+@pytest.mark.parametrize(
+    "laws",
+    [
+        None,
+        3,
+        [3],
+        [{}],
+        [{"depth": 0, "t_op_s": 1, "bytes_per_s": 1}],
+        [{"depth": 4, "t_op_s": 1}],
+        [{"depth": "4", "t_op_s": 1, "bytes_per_s": 1}],
+    ],
+)
+def test_laws_without_meaning(laws):
+    with pytest.raises(TraceError):
+        read_laws({"laws": laws})

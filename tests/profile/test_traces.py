@@ -326,3 +326,43 @@ def test_the_header_of_a_trace_is_what_its_writer_knew(tmp_path):
     write_trace(tmp_path / "t", trace)
     assert trace_file.is_ours((tmp_path / "t").read_bytes())
     assert not trace_file.is_ours(zstandard.compress(b"{}"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("n_expert=8", "n_expert=999999999999", "the experts of layer 3 have no meaning"),
+        ("n_expert=8", "n_expert=²", "the number of experts"),
+        ("n_expert_used=2", "n_expert_used=9", "the top_k of layer 3 have no meaning"),
+        ("expert_bytes=500 ", "expert_bytes=-500 ", "the expert_bytes of layer 3"),
+        ("expert_bytes=500 ", f"expert_bytes={10**30} ", "the expert_bytes of layer 3"),
+        (",3,0,0,", ",3,0,99999999999,", "line 5 has the expert 99999999999"),
+    ],
+)
+def test_a_route_csv_with_numbers_without_meaning(tmp_path, old, new, match):
+    text = route_lines().replace(old, new, 1)
+    assert new in text
+    (tmp_path / "t").write_text(text)
+    if "²" in new:
+        assert match in read_trace(tmp_path / "t").notes[0]
+        return
+    with pytest.raises(TraceError, match=match):
+        read_trace(tmp_path / "t")
+
+
+@pytest.mark.parametrize("experts", ["1e400", "Infinity", str(1 << 40), "NaN", "0", "null"])
+def test_a_header_with_numbers_without_meaning(tmp_path, experts):
+    head = '{"format": "mbolt-trace", "version": 1, "layers": '
+    head += f'[{{"layer": 0, "experts": {experts}, "top_k": 2}}]}}'
+    record = struct.pack("<BBHHI", 3, 0, 0, 2, 1) + bytes(2)
+    (tmp_path / "t").write_bytes(b"".join(map(zstandard.compress, (head.encode(), record))))
+    with pytest.raises(TraceError, match="no meaning"):
+        read_trace(tmp_path / "t")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
+def test_packed_in_several_parts(tmp_path, pack):
+    text = route_lines().encode()
+    (tmp_path / "t").write_bytes(pack(text[:200]) + pack(text[200:]))
+    (tmp_path / "u").write_bytes(text)
+    assert same(read_trace(tmp_path / "t"), read_trace(tmp_path / "u"))
