@@ -14,6 +14,7 @@ from typing import Any
 
 from mbolt_mlx import hub
 from mbolt_mlx.core.errors import CheckpointError, NamesError, UnsupportedError
+from mbolt_mlx.core.places import user_path
 from mbolt_mlx.resources import resource
 
 DEMO = "demo"
@@ -148,7 +149,7 @@ def resolve(
     text = os.fspath(name)
     if not text.strip():
         raise NamesError("the model has no name", hint=_what_to_give())
-    path = Path(text).expanduser()
+    path = user_path(text)
     # A folder of the user's that happens to be called demo counts only when it is a model.
     if path.exists() and (text != DEMO or (path / "config.json").exists()):
         if not path.is_dir():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 
 from mbolt_mlx.core.errors import CheckpointError, UsageError
+from mbolt_mlx.storage.checkpoint import read_json
+from mbolt_mlx.storage.experts import configs
+
+_VOCABULARY_MAX = 1 << 26
 
 
 def forced_tokens(
@@ -19,10 +22,13 @@ def forced_tokens(
     (0: all alike). Text is near 1.
 
     Raises:
-        UsageError: for a count or pool below one, or a negative ``zipf``.
+        UsageError: for a count or pool below one, a negative seed, or a ``zipf`` without meaning.
     """
-    if count < 1 or vocab < 1 or pool < 1 or zipf < 0:
-        raise UsageError("forced tokens need a count, vocabulary and pool of at least 1, zipf >= 0")
+    if count < 1 or vocab < 1 or pool < 1 or seed < 0 or not 0 <= zipf < 1000:
+        raise UsageError(
+            "forced tokens need a count, vocabulary and pool of at least 1, a seed of at least 0 "
+            "and zipf from 0 to 1000"
+        )
     generator = np.random.Generator(np.random.PCG64(seed))
     # Only random() is used: choice() and permutation() differ between numpy versions.
     ids = np.argsort(generator.random(vocab), kind="stable")[:pool]
@@ -39,14 +45,14 @@ def vocabulary(model: Path) -> int:
         CheckpointError: if its config.json is missing or does not say.
     """
     path = Path(model) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read the configuration: {error}", path=path) from error
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise CheckpointError("no vocab_size in the configuration", path=path)
-    return size
+    config = read_json(path, "the configuration")
+    if not isinstance(config, dict):
+        raise CheckpointError("the configuration is not an object", path=path)
+    for inner in configs(config):
+        size = inner.get("vocab_size")
+        if type(size) is int and 0 < size <= _VOCABULARY_MAX:
+            return size
+    raise CheckpointError("no usable vocab_size in the configuration", path=path)
 
 
 def tokens_of_text(text: Path, model: Path, count: int) -> list[int]:
@@ -58,7 +64,7 @@ def tokens_of_text(text: Path, model: Path, count: int) -> list[int]:
     from mlx_lm.utils import load_tokenizer
 
     try:
-        words = Path(text).read_text()
+        words = Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the text: {error}", path=text) from error
     ids = load_tokenizer(Path(model)).encode(words)

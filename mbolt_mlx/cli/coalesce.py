@@ -11,6 +11,7 @@ from typing import Any
 from mbolt_mlx.cli.experts import open_experts
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.core.places import user_path
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.perms import read_perms, tier_hints
 from mbolt_mlx.storage.checkpoint import Checkpoint
@@ -153,7 +154,7 @@ def _profile(args: argparse.Namespace, layers: Sequence[ExpertLayer]) -> dict[st
 
 def _name(model: str) -> str:
     """What the manifest calls the model: of a folder only its name, as paths are private."""
-    path = Path(model).expanduser()
+    path = user_path(model)
     return path.resolve().name if path.exists() else model
 
 

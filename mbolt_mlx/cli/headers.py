@@ -9,6 +9,7 @@ from pathlib import Path
 from mbolt_mlx.cli.inspect import _top_k
 from mbolt_mlx.core.budget import LayerShape, geometry_of
 from mbolt_mlx.core.errors import UnsupportedError
+from mbolt_mlx.core.places import user_path
 from mbolt_mlx.profile.layout import LAYOUTS, Range, Readable
 from mbolt_mlx.profile.plan import Model
 from mbolt_mlx.profile.traces import LayerInfo
@@ -131,7 +132,7 @@ def _repository(name: str) -> str | None:
     """The hub repository that ``name`` means; None for a folder and for the model that ships."""
     from mbolt_mlx import names
 
-    if name == names.DEMO or Path(name).expanduser().exists():
+    if name == names.DEMO or user_path(name).exists():
         return None
     short = names.match_short_name(name) if "/" not in name else None
     if short is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mbolt_mlx.cli.experts import named_experts
 from mbolt_mlx.core.memory import total_memory
+from mbolt_mlx.core.places import user_path
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.coalesce import estimate
@@ -40,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what ``args.model`` consists of; returns the exit status."""
-    path = Path(args.model).expanduser()
+    path = user_path(args.model)
     if path.is_file():
         found = describe_side_file(path)
         lines = _side_file_lines

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mbolt_mlx.core.errors import CheckpointError, MboltError, ReadError, SideFileError
+from mbolt_mlx.core.errors import CheckpointError, MboltError, ReadError, SideFileError, UsageError
 from mbolt_mlx.core.places import cache_folder
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.computed import check_computed
@@ -52,7 +52,10 @@ def find_side_file(
 
     Returns (side-file, None), (None, why it was refused) or (None, None) when there is none.
     """
-    path = default_side_file(checkpoint)
+    try:
+        path = default_side_file(checkpoint)
+    except UsageError as error:
+        return None, str(error)
     if not path.exists() and not path.is_symlink():
         path = _shared_place(checkpoint)  # if there is one, it tells why it was refused
         if not path.exists():

@@ -23,7 +23,17 @@ def test_zipf_prefers_few_and_pool_bounds_all():
     assert len(set(forced_tokens(4000, 20, zipf=0))) == 20
 
 
-@pytest.mark.parametrize("wrong", [{"count": 0}, {"vocab": 0}, {"pool": 0}, {"zipf": -1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"count": 0},
+        {"vocab": 0},
+        {"pool": 0},
+        {"seed": -1},
+        {"zipf": -1},
+        {"zipf": float("nan")},
+    ],
+)
 def test_nonsense_is_refused(wrong):
     given = {"count": 4, "vocab": 10, **wrong}
     with pytest.raises(UsageError):
@@ -34,9 +44,16 @@ def test_vocabulary(tiny_model, tmp_path):
     assert vocabulary(tiny_model) == 300
     with pytest.raises(CheckpointError, match="config.json"):
         vocabulary(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="vocab_size"):
-        vocabulary(tmp_path)
+    for text, says in {
+        "{}": "vocab_size",
+        '{"vocab_size": 1000000000000}': "vocab_size",
+        '{"vocab_size": 0, "text_config": null}': "vocab_size",
+        "[]": "not an object",
+        "[" * 100_000: "nested too deeply",
+    }.items():
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=says):
+            vocabulary(tmp_path)
 
 
 def test_text(tiny_model, tmp_path):

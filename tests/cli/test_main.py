@@ -75,6 +75,7 @@ def test_no_command_is_wrong_usage(capsys):
         (["do", "--n", ""], "argument --n: it is empty"),
         (["inspect", ""], "argument model: it is empty"),
         (["generate", "--model", ""], "argument --model: it is empty"),
+        (["inspect", "~no-such-user/m"], "no-such-user/m: no such folder"),
         (["inspect", "x" * 5000], "xxx: File name too long"),
         (["do", "more"], "unrecognized arguments: more"),
     ],
