@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,25 @@ from mbolt_mlx.cli import arguments
 from mbolt_mlx.core import streams
 from mbolt_mlx.core.errors import UsageError
 
+_ANY = (1 << 63) - 1
+# What mlx-lm would go on with for ever, or fail on after the model is loaded.
+_RANGES: dict[str, tuple[int, int]] = {
+    "max_tokens": (-1, _ANY),
+    "temp": (0, 1_000_000),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "top_k": (0, _ANY),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 1),
+    "min_tokens_to_keep": (1, _ANY),
+    "seed": (0, _ANY),
+    "max_kv_size": (5, _ANY),  # mlx-lm keeps the first 4 always
+    "prefill_step_size": (1, _ANY),
+    "kv_bits": (1, 16),
+    "kv_group_size": (1, 1024),
+    "quantized_kv_start": (0, _ANY),
+    "num_draft_tokens": (1, _ANY),
+}
 HELP = "write text as mlx_lm.generate does, with part of the experts in memory"
 
 
@@ -67,8 +87,16 @@ def _check(args: argparse.Namespace) -> None:
     cache = args.prompt_cache_file
     if args.model is None and cache is None:
         raise UsageError("no model is given", hint=f"--model takes {arguments.MODEL_HELP}")
-    if cache is not None and not os.path.isfile(cache):
-        raise UsageError("--prompt-cache-file: no such file", path=cache)
+    if cache is not None:
+        _check_cache(cache)
+    for name, (least, most) in _RANGES.items():
+        value = getattr(args, name, None)
+        if value is not None and not least <= value <= most:  # nor not a number
+            option = f"--{name.replace('_', '-')}"
+            expected = f"at least {least}" if most == _ANY else f"{least} to {most}"
+            raise UsageError(f"{option} has no meaning", expected=expected, found=value)
+    if args.max_tokens == 0:
+        raise UsageError("--max-tokens is at least 1, or -1 for no limit", found=0)
     if args.chat_template_config is not None:
         try:
             config = json.loads(args.chat_template_config)
@@ -76,6 +104,17 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--chat-template-config is not JSON: {error}") from None
         if not isinstance(config, dict):
             raise UsageError("--chat-template-config is not a JSON object")
+
+
+def _check_cache(path: str) -> None:
+    """Refuse what is not a prompt cache that mlx-lm saved."""
+    from mbolt_mlx.storage.header import read_header_of
+
+    if not os.path.isfile(path):
+        raise UsageError("--prompt-cache-file: no such file", path=path)
+    keys = {key.partition(".")[2] for key in read_header_of(Path(path)).metadata}
+    if not {"model", "tokenizer_config"} <= keys:
+        raise UsageError("not a prompt cache of mlx-lm", path=path)
 
 
 class _Loader:

@@ -199,6 +199,40 @@ def test_errors_are_one_line(capsys, tiny_model, argv, says):
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("--max-tokens", "0"),
+        ("--max-tokens", "-2"),
+        ("--prefill-step-size", "0"),
+        ("--prefill-step-size", "-1"),
+        ("--max-kv-size", "0"),
+        ("--temp", "nan"),
+        ("--temp", "-1"),
+        ("--top-p", "1.5"),
+        ("--min-p", "-0.1"),
+        ("--seed", "-1"),
+        ("--seed", "9" * 20),
+        ("--kv-bits", "0"),
+        ("--kv-group-size", "0"),
+        ("--num-draft-tokens", "0"),
+    ],
+)
+def test_numbers_without_meaning_are_refused_before_anything_is_loaded(capsys, option, value):
+    assert main.main(["generate", "--model", "./nowhere", f"{option}={value}"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"mbolt-mlx: error: {option} ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("data", [b"", b"hello, this is no cache", b"\x02" + bytes(7) + b"{}"])
+def test_a_file_that_is_no_prompt_cache(capsys, tmp_path, tiny_model, data):
+    (tmp_path / "cache").write_bytes(data)
+    argv = ["--model", str(tiny_model), "--prompt-cache-file", str(tmp_path / "cache")]
+    assert main.main(["generate", *argv]) == 2
+    err = capsys.readouterr().err
+    assert str(tmp_path / "cache") in err and err.count("\n") == 1 and "unexpected" not in err
+
+
 def test_a_dense_model_is_refused(capsys, tmp_path, tiny_model):
     config = json.loads((tiny_model / "config.json").read_text())
     for file in tiny_model.iterdir():
