@@ -300,7 +300,7 @@ def pwrite_all(fd: int, buffer: memoryview | bytes, offset: int, *, path: str | 
         try:
             done = os.pwrite(fd, view[:READ_MAX], offset)
         except OSError as error:
-            hint = "free some space and run again: it resumes" if is_full(error) else None
+            hint = "free some space and run again" if is_full(error) else None
             raise OutputError(
                 f"write failed: {error.strerror}", path=path, offset=offset, hint=hint
             ) from error

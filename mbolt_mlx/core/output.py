@@ -82,6 +82,11 @@ class Output:
             files.pwrite_all(self.fd, buffer, offset, path=str(self.target))
         except OutputError as error:
             cause = error.__cause__
+            if isinstance(cause, OSError) and files.is_full(cause):
+                raise OutputError(
+                    error.message, path=error.path, offset=error.offset,
+                    hint=f"{error.hint}: it resumes",
+                ) from cause  # fmt: skip
             if not (isinstance(cause, OSError) and cause.errno == errno.EINVAL and self.direct):
                 raise
             self._leave_direct()

@@ -1,3 +1,4 @@
+import errno
 import mmap
 import os
 
@@ -149,7 +150,7 @@ def test_space_that_a_part_already_takes_is_not_asked_for_twice(tmp_path, monkey
 def test_full_drive_says_what_to_do():
     fd = os.open("/dev/full", os.O_WRONLY)
     try:
-        with pytest.raises(OutputError, match="No space left.*it resumes"):
+        with pytest.raises(OutputError, match="No space left.*free some space"):
             files.pwrite_all(fd, b"abc", 0)
     finally:
         os.close(fd)
@@ -195,3 +196,16 @@ def test_a_pipe_is_written_to_and_never_replaced(tmp_path):
     with pytest.raises(OutputError, match="a pipe or a device"):
         open_output(pipe, 1, "stamp")
     assert pipe.is_fifo() and names(tmp_path) == ["pipe"]
+
+
+def test_a_small_file_on_a_full_drive_promises_no_more_than_it_keeps(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = open_output(tmp_path / "large", 9, "stamp")
+    monkeypatch.setattr(os, "pwrite", full)
+    with out, pytest.raises(OutputError, match="large: .*run again: it resumes$"):
+        out.write(b"one", 0)
+    with pytest.raises(OutputError, match="free some space and run again$"):
+        write_whole(tmp_path / "a", b"one")
+    assert not (tmp_path / "a").exists()
