@@ -16,9 +16,7 @@ from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.coalesce import estimate
 from mbolt_mlx.storage.experts import ExpertLayer, configs
-from mbolt_mlx.storage.header import read_header_of
-from mbolt_mlx.storage.locate import check_header
-from mbolt_mlx.storage.manifest import Manifest, manifest_path
+from mbolt_mlx.storage.locate import read_side_file
 
 HELP = "show a model's layers, experts and pieces, or what a side-file holds"
 MEMORY_SHARE = 0.7
@@ -95,9 +93,7 @@ def describe_side_file(path: Path) -> dict[str, Any]:
     Raises:
         SideFileError, CheckpointError: when it or its manifest is malformed.
     """
-    header = read_header_of(path)
-    manifest = Manifest.read(manifest_path(path))
-    check_header(path, header, manifest)
+    header, manifest = read_side_file(path)
     groups: dict[Any, list[Any]] = {}
     for layer in manifest.layers:
         groups.setdefault((layer.experts, layer.block_bytes, layer.pieces), []).append(layer)

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mbolt_mlx.profile.perms import in_file_order, write_perms
-from mbolt_mlx.storage.header import read_header_of
-from mbolt_mlx.storage.locate import check_header
-from mbolt_mlx.storage.manifest import Manifest, manifest_path
+from mbolt_mlx.storage.locate import read_side_file
 
 HELP = "read the order and heat of a side-file's experts back, as perms.json"
 
@@ -25,9 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the profile; returns the exit status."""
     path = Path(args.side_file)
-    header = read_header_of(path)
-    manifest = Manifest.read(manifest_path(path))
-    check_header(path, header, manifest)
+    _, manifest = read_side_file(path)
     order = {y.layer: np.argsort(y.offsets, kind="stable").tolist() for y in manifest.layers}
     heat = {y.layer: list(y.heat) for y in manifest.layers if y.heat is not None}
     kind = str(manifest.order.get("kind"))

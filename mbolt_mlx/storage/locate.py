@@ -88,6 +88,21 @@ def open_side_file(
     return SideFile(path, manifest, check_computed(path, manifest, layers))
 
 
+def read_side_file(path: Path) -> tuple[Header, Manifest]:
+    """The header and the manifest of the side-file ``path``, whatever it was made of.
+
+    Raises:
+        CheckpointError: when it is no safetensors file.
+        SideFileError: when it is no side-file, or its manifest is absent or not its own.
+    """
+    header = read_header_of(path)
+    if header.metadata.get("format") != FORMAT:
+        raise SideFileError("a safetensors file, but not a side-file", path=path)
+    manifest = Manifest.read(_manifest_of(path))
+    check_header(path, header, manifest)
+    return header, manifest
+
+
 def _shared_place(checkpoint: Checkpoint) -> Path:
     return cache_folder() / source_of(checkpoint).stamp[:16] / NAME
 

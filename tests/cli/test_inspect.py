@@ -65,6 +65,13 @@ def test_side_file_shows_its_manifest(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["blocks"] == 8
 
 
+@pytest.mark.parametrize("argv", [["inspect"], ["profile", "-o", "never.json"]])
+def test_weights_are_no_side_file(tmp_path, capsys, argv):
+    folder = model(tmp_path / "m", {"model.safetensors": {"x": ("F32", [4])}})
+    assert main([*argv, str(folder / "model.safetensors")]) == 2
+    assert "a safetensors file, but not a side-file" in capsys.readouterr().err
+
+
 def test_only_headers_are_read(tmp_path, capsys):
     """A model of 100 GB, sparse: reading its data would take minutes."""
     import struct
