@@ -95,12 +95,13 @@ def geometry_of(config: dict[str, Any], activation_bytes: int) -> Geometry:
         config: the model's configuration; a nested ``text_config`` comes first.
         activation_bytes: bytes of one activation.
     """
-    config = {**config, **(config.get("text_config") or {})}
+    inner = config.get("text_config")
+    config = {**config, **(inner if isinstance(inner, dict) else {})}
 
     def number(*keys: str, default: int) -> int:
         for key in keys:
             value = config.get(key)
-            if isinstance(value, int) and not isinstance(value, bool):
+            if type(value) is int and value >= 0:
                 return value
         return default
 

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 CACHE_BYTES_CPU = 32 << 20
 CACHE_BYTES_GPU = 512 << 20
 _TOP_K = (
-    "top_k",
     "num_experts_per_tok",
     "moe_topk",
     "moe_top_k",
@@ -86,7 +85,7 @@ def match(
         size = layer.expert_bytes
         if widen:
             size += sum(piece.nbytes for piece in layer.pieces if widens(piece))
-        shape = LayerShape(layer.experts, _top_k(parent, config, layer), size)
+        shape = LayerShape(layer.experts, _top_k(parent, config, layer, checkpoint), size)
         places.append(Place(container, layer, shape))
     if not places:
         raise UnsupportedError("mlx-lm builds this model without experts", path=checkpoint.path)
@@ -122,14 +121,24 @@ def _check_arrays(
             )
 
 
-def _top_k(parent: nn.Module | None, config: dict[str, Any], layer: LayerStore) -> int:
+def _top_k(
+    parent: nn.Module | None, config: dict[str, Any], layer: LayerStore, checkpoint: Checkpoint
+) -> int:
     """Experts that a token uses in this layer; 1 where neither module nor config says."""
-    configs = [config, config.get("text_config") or {}]
-    candidates = [getattr(parent, key, None) for key in _TOP_K]
+    inner = config.get("text_config")
+    configs = [config, inner if isinstance(inner, dict) else {}]
+    candidates = [getattr(parent, key, None) for key in ("top_k", *_TOP_K)]
     candidates += [c.get(key) for c in configs for key in _TOP_K]
-    for value in candidates:
+    # As a key of a config it may be that of sampling.
+    for value in [*candidates, *(c.get("top_k") for c in configs)]:
         if isinstance(value, int) and 0 < value <= layer.experts:
             return value
+    odd = next((value for value in candidates if type(value) is int), None)
+    if odd is not None:
+        raise UnsupportedError(
+            f"the config says how many experts a token uses in {layer.module}, and it cannot be",
+            path=checkpoint.path, expected=f"1 to {layer.experts}", found=odd,
+        )  # fmt: skip
     return 1
 
 

@@ -107,6 +107,7 @@ def test_the_cache_of_a_known_model():
     geometry = geometry_of(QWEN3_30B, 2)
     assert geometry.kv_bytes == 48 * 2 * 4 * 128 * 2
     assert geometry_of({"text_config": QWEN3_30B, "hidden_size": 7}, 2) == geometry
+    assert geometry_of({**QWEN3_30B, "text_config": [5]}, 2) == geometry
 
 
 def test_a_latent_cache_is_small():

@@ -112,6 +112,13 @@ def edited(make, tmp_path, **changes):
     return path
 
 
+@pytest.mark.parametrize("top_k", [0, -1, 17, 99])
+def test_more_experts_a_token_than_there_are(make, tmp_path, top_k):
+    path = edited(make, tmp_path, num_experts_per_tok=top_k)
+    text = refused(UnsupportedError, str(path), resident=0.3)
+    assert str(path) in text and f"expected 1 to 16, found {top_k}" in text
+
+
 def test_an_architecture_that_mlx_lm_does_not_have(make, tmp_path):
     path = edited(make, tmp_path, model_type="made_up_moe")
     text = refused(UnsupportedError, str(path), resident=0.3)
