@@ -7,7 +7,6 @@ page cache; nothing is computed in between.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 
 from mbolt_mlx.core import files, reads
 from mbolt_mlx.core.errors import OutputError, UsageError
+from mbolt_mlx.core.scratch import remove_left, scratch
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.layout import Readable
 from mbolt_mlx.profile.probe import probe
@@ -28,6 +28,7 @@ from mbolt_mlx.profile.traces import DECODE, Trace
 THREADS = 4
 _ALIGN = 4096
 _BASE = 1 << 20
+_SCRATCH = ".mbolt-gate-"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def gate(
     if not place.is_dir():
         raise UsageError("no such folder", path=place)
     size = -(-max(work.end for work in works) // _BASE) * _BASE
+    remove_left(place, _SCRATCH)
     free = files.free_space(place)
     if size + (1 << 30) > free:
         raise OutputError(
@@ -95,24 +97,16 @@ def gate(
             expected=f"{format_size(size)} and 1 GB more",
             found=f"{format_size(free)} free",
         )
-    scratch = place / f".mbolt-gate-{os.getpid()}"
     say(f"writing {format_size(size)} of random bytes")
-    fd = files.open_write(scratch, exclusive=True)
-    try:
-        _fill(fd, size, scratch)
-        files.close(fd)
-        fd = -1
+    with scratch(place, _SCRATCH) as (fd, path):
+        _fill(fd, size, path)
         say("probing the drive")
-        found = probe(scratch, seconds=seconds)
+        found = probe(path, seconds=seconds)
         times: dict[str, list[float]] = {work.name: [] for work in works}
         for number in range(rounds):
             for work in works if number % 2 == 0 else list(reversed(works)):
                 say(f"round {number + 1} of {rounds}: {work.name}")
-                times[work.name].append(_measure(scratch, _cut(work, tokens)))
-    finally:
-        if fd >= 0:
-            files.close(fd)
-        files.unlink(scratch)
+                times[work.name].append(_measure(path, _cut(work, tokens)))
     rows = []
     for work in works:
         part = _cut(work, tokens)

@@ -16,6 +16,7 @@ import numpy as np
 from mbolt_mlx import __version__
 from mbolt_mlx.core import files, reads
 from mbolt_mlx.core.errors import ReadError, TraceError, UsageError
+from mbolt_mlx.core.scratch import remove_left, scratch
 from mbolt_mlx.profile.law import Law, errors, fit
 
 FORMAT, VERSION = "mbolt-probe", 1
@@ -26,6 +27,7 @@ DEFAULT_DEPTH = 4
 FILE_BYTES = 512 << 20
 LEAST_BYTES = 64 << 20
 _PAGE = 4096
+_SCRATCH = ".mbolt-probe-"
 
 
 @dataclass(frozen=True)
@@ -117,15 +119,17 @@ def probe(
     place = Path(folder)
     if not place.exists():
         raise UsageError("no such folder", path=place)
+    if place.is_dir():
+        remove_left(place, _SCRATCH)
     target = place if place.is_file() else _largest(place)
-    made = None
-    if target is None:
-        made = target = _write_file(place, file_bytes)
-    try:
+    if target is not None:
         return _measure(target, seconds, sizes, depths, step)
-    finally:
-        if made is not None:
-            files.unlink(made)
+    nbytes = min(file_bytes, files.free_space(place) // 2)
+    if nbytes < LEAST_BYTES:
+        raise UsageError("too little space to probe this drive", path=place)
+    with scratch(place, _SCRATCH) as (fd, made):
+        _fill(fd, nbytes, made)
+        return _measure(made, seconds, sizes, depths, step)
 
 
 def read_probe(document: dict[str, Any]) -> Law:
@@ -168,27 +172,15 @@ def _largest(folder: Path) -> Path | None:
     return Path(path) if size >= LEAST_BYTES else None
 
 
-def _write_file(folder: Path, nbytes: int) -> Path:
-    """A file of random bytes, because drives are faster on zeros, brought to the drive."""
-    nbytes = min(nbytes, files.free_space(folder) // 2)
-    if nbytes < LEAST_BYTES:
-        raise UsageError("too little space to probe this drive", path=folder)
-    path = folder / f".mbolt-probe-{os.getpid()}"
-    fd = files.open_write(path, exclusive=True)
-    try:
-        rng, position = np.random.default_rng(), 0
-        while position < nbytes:
-            chunk = rng.bytes(min(16 << 20, nbytes - position))
-            files.pwrite_all(fd, chunk, position, path=str(path))
-            position += len(chunk)
-        files.sync(fd, path=str(path))
-        files.drop_cached(fd)
-    except BaseException:
-        files.unlink(path)
-        raise
-    finally:
-        files.close(fd)
-    return path
+def _fill(fd: int, nbytes: int, path: Path) -> None:
+    """Write random bytes, because drives are faster on zeros, and bring them to the drive."""
+    rng, position = np.random.default_rng(), 0
+    while position < nbytes:
+        chunk = rng.bytes(min(16 << 20, nbytes - position))
+        files.pwrite_all(fd, chunk, position, path=str(path))
+        position += len(chunk)
+    files.sync(fd, path=str(path))
+    files.drop_cached(fd)
 
 
 def _measure(
