@@ -57,7 +57,7 @@ def verify(original: str | Path, rewritten: str | Path, *, progress: bool = True
     try:
         result = Model.open(rewritten)
     except GgufError as error:
-        if not Path(rewritten).exists():
+        if not Path(rewritten).is_file():
             raise
         raise _as_difference(error) from error
     return compare(source, result, progress=progress)

@@ -79,8 +79,9 @@ def verify(
         ReadError: when either cannot be read.
     """
     path = side_file.path if isinstance(side_file, SideFile) else Path(side_file)
-    if not path.exists():
-        raise SideFileError("no such file", path=path)
+    if not path.is_file():
+        what = "not a regular file" if path.exists() else "no such file"
+        raise SideFileError(what, path=path)
     try:
         opened = open_side_file(path, checkpoint, layers)
     except SideFileError as error:

@@ -43,6 +43,9 @@ def test_stale_pair_has_status_1_and_absent_file_2(pair, capsys):
     pair[1].unlink()
     assert main(arguments(pair)) == 2
     assert "no such file" in capsys.readouterr().err
+    pair[1].mkdir()
+    assert main(arguments(pair)) == 2
+    assert "not a regular file" in capsys.readouterr().err
 
 
 def test_default_is_the_side_file_in_the_cache(tmp_path, capsys):

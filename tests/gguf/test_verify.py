@@ -170,6 +170,8 @@ def test_another_model_of_the_same_shape(models, tmp_path):
 def test_no_such_file(models, tmp_path):
     with pytest.raises(GgufError) as caught:
         verify(models[0], tmp_path / "absent.gguf")
+    with pytest.raises(GgufError, match="not a regular file"):
+        verify(models[0], tmp_path)
     assert caught.value.exit_code == 2
 
 
