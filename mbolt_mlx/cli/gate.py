@@ -73,7 +73,7 @@ def _works(args: argparse.Namespace) -> list[Any]:
     trace, headers = open_trace(options)
     perms = read_perms(args.perms) if args.perms else None
     if perms is not None:
-        trace.check_model(perms.experts, args.perms)
+        trace.check_model(perms.experts, args.perms, than=" than this profile")
     names = args.layouts.split(",") if args.layouts else ["stock", "coalesced"]
     if not args.layouts and perms is not None:
         names.append("coalesced+chain")

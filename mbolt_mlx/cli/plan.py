@@ -65,13 +65,19 @@ def run(args: argparse.Namespace) -> int:
         notes.append("the model: from its headers on the hub; nothing was downloaded")
     if args.memory is None:
         notes.append("memory: 70 % of this machine's")
+    trace = read_trace(args.trace) if args.trace else None
+    perms = read_perms(args.perms) if args.perms else None
+    if trace is not None:
+        trace.check_model({layer: s.experts for layer, s in headers.shapes.items()}, args.trace)
+    if trace is not None and perms is not None:
+        trace.check_model(perms.experts, args.perms, than=" than this profile")
     found = make_plan(
         headers.model(),
         _assumptions(args, notes),
         residents=residents,
         memory=args.memory or int(0.7 * total_memory()),
-        trace=read_trace(args.trace) if args.trace else None,
-        perms=read_perms(args.perms) if args.perms else None,
+        trace=trace,
+        perms=perms,
         free_bytes=_free(args.side_file),
     )
     print(json.dumps(found, indent=2) if args.json else "\n".join(lines(found)))
@@ -94,8 +100,8 @@ def _assumptions(args: argparse.Namespace, notes: list[str]) -> Assumptions:
         return laws[min(laws, key=lambda d: abs(np.log2(d / depth)))]
 
     compute = None if args.compute_ms is None else args.compute_ms / 1e3
-    if compute is not None and not compute >= 0:
-        raise UsageError("--compute-ms is at least 0", found=args.compute_ms)
+    if compute is not None and not 0 <= compute < 1e6:
+        raise UsageError("--compute-ms is in milliseconds, at least 0", found=args.compute_ms)
     more = {} if args.context is None else {"context": args.context}
     return Assumptions(law=at, compute_s=compute, notes=tuple(notes), **more)
 

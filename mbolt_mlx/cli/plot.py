@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         trace = read_trace(args.files[0])
         if args.kind == "layouts":
             perms = read_perms(args.perms) if args.perms else make_perms(trace, phase=None)
-            trace.check_model(perms.experts, args.perms)
+            trace.check_model(perms.experts, args.perms, than=" than this profile")
             done = charts.layouts(trace, perms, args.output, resident=args.resident)
         else:
             middle = list(trace.layers)[len(trace.layers) // 2]

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.seed_heat and perms is None:
         raise UsageError("--seed-heat needs --perms")
     if perms is not None:
-        trace.check_model(perms.experts, args.perms)
+        trace.check_model(perms.experts, args.perms, than=" than this profile")
     layout = args.layout or "coalesced"
     orders = perms.orders if perms else None
     if headers is not None:

@@ -95,12 +95,15 @@ class Trace:
         ]
         return np.concatenate(parts) if parts else np.zeros((0, width), np.int32)
 
-    def check_model(self, experts: Mapping[int, int], path: str | Path | None = None) -> None:
+    def check_model(
+        self, experts: Mapping[int, int], path: str | Path | None = None, *, than: str = ""
+    ) -> None:
         """Refuse when the trace is not of a model with these layers.
 
         Args:
             experts: layer number → experts, of the model.
-            path: of the trace, for the error.
+            path: of the trace, for the error; or of what gave ``experts``.
+            than: what the error says of it then, as " than this profile".
 
         Raises:
             TraceError: naming the first layer that differs.
@@ -108,13 +111,14 @@ class Trace:
         for layer, info in self.layers.items():
             if layer not in experts:
                 raise TraceError(
-                    f"the trace is of another model: it has a layer {layer} with experts, the "
-                    "model has none there",
+                    f"the trace is of another model{than}: it has a layer {layer} with experts, "
+                    "the other has none there",
                     path=path,
                 )
             if info.experts != experts[layer]:
                 raise TraceError(
-                    f"the trace is of another model: layer {layer} has another number of experts",
+                    f"the trace is of another model{than}: layer {layer} has another number of "
+                    "experts",
                     path=path,
                     expected=experts[layer],
                     found=info.experts,

@@ -195,3 +195,17 @@ def test_a_file_that_is_no_report_is_never_replaced(capsys, trace, tiny_model, t
 def test_numbers_beyond_any_model(capsys, trace, option, value):
     err = told(capsys, "simulate", "--trace", trace, "--resident", "0.5", option, value, status=2)
     assert f"{option} is at most" in err.err
+
+
+def test_plan_names_the_trace_or_the_profile_of_another_model(capsys, trace, tmp_path):
+    err = told(capsys, "plan", "--model", "demo", "--trace", trace, status=2).err
+    assert f"{trace}: the trace is of another model: " in err
+    perms = str(tmp_path / "p.json")
+    told(capsys, "cluster", trace, "-o", perms)
+    document = json.loads(Path(perms).read_text())
+    document["layers"] = document["layers"][:1]
+    Path(perms).write_text(json.dumps(document))
+    argv = ("simulate", "--trace", trace, "--resident", "0.5", "--perms", perms)
+    assert f"{perms}: the trace is of another model than this profile: it has a layer 1" in (
+        told(capsys, *argv, status=2).err
+    )
