@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from mbolt_gguf.model import Model
 from mbolt_gguf.permute import rows_to_take, stored_orders
 from mbolt_gguf.rewrite import rewrite
 from mbolt_gguf.verify import verify
-from mbolt_mlx.core.errors import MboltError, UsageError, VerifyError
+from mbolt_mlx.core.errors import UsageError, VerifyError
 from mbolt_mlx.profile.perms import Perms, in_file_order
 
 GAP = 1e-3
@@ -99,15 +100,23 @@ class Checker:
     ) -> None:
         if len(tokens) < 16:
             raise UsageError("the gates need at least 16 tokens", found=len(tokens))
-        self.original, self.rewritten = Model.open(original), Model.open(rewritten)
+        self.original, self.rewritten = Model.open(original), rewritten
         self.tokens, self.driver, self.scratch = list(tokens), driver, scratch
         self.most_layers, self.gap, self.say = layers, gap, say
         self.way = Way(threads=threads, batch=len(tokens), decode=8)
         self.moe = find_experts(self.original)
         self.stored = stored_orders(self.original, self.moe)
-        self.wanted = stored_orders(self.rewritten, find_experts(self.rewritten))
-        # Layer → the place in the original of the expert at each place of the rewritten file.
-        self.take = {n: rows_to_take(self.stored[n], self.wanted[n]) for n in self.stored}
+
+    @cached_property
+    def wanted(self) -> dict[int, np.ndarray]:
+        """Layer → the original id of the expert at each place of the rewritten file."""
+        model = Model.open(self.rewritten)
+        return stored_orders(model, find_experts(model))
+
+    @cached_property
+    def take(self) -> dict[int, np.ndarray]:
+        """Layer → the place in the original of the expert at each place of the rewritten file."""
+        return {n: rows_to_take(self.stored[n], self.wanted[n]) for n in self.stored}
 
     def run(self) -> Iterator[Gate]:
         """The gates, one after the other; the first only where it fails, for the others compare
@@ -117,7 +126,7 @@ class Checker:
             return
         base = self._evaluate(self.original.path, self.way, scores=True)
         yield self.identity(base)
-        changed = self._evaluate(self.rewritten.path, self.way, scores=True)
+        changed = self._evaluate(self.rewritten, self.way, scores=True)
         yield self.routing(base, changed)
         yield self.distribution(base, changed)
 
@@ -125,10 +134,11 @@ class Checker:
         """Gate 1."""
         self.say("comparing every byte")
         try:
-            verify(self.original.path, self.rewritten.path, progress=False)
+            verify(self.original.path, self.rewritten, progress=False)
         except VerifyError as error:
             return Gate("bytes", False, str(error))
-        count, size = len(self.original.tensors), sum(t.nbytes for t in self._tensors())
+        tensors = self.original.tensors.values()
+        count, size = len(tensors), sum(t.nbytes for t in tensors)
         return Gate(
             "bytes",
             True,
@@ -271,9 +281,6 @@ class Checker:
     def _evaluate(self, path: Path, way: Way, *, scores: bool = False) -> Run:
         return evaluate(path, self.tokens, way, driver=self.driver, scores=scores)
 
-    def _tensors(self) -> list[Any]:
-        return list(self.original.tensors.values())
-
 
 def default_tokens(model: Model, count: int, seed: int = 0) -> list[int]:
     """Ids of ordinary tokens of the model's vocabulary, drawn at random.
@@ -325,11 +332,3 @@ def _describe(sets: Sets) -> str:
     if sets.wrong:
         parts.append(f"{sets.wrong} WRONG")
     return ", ".join(parts)
-
-
-def failed(gates: Sequence[Gate]) -> MboltError | None:
-    """The error for the first gate that did not pass."""
-    for gate in gates:
-        if not gate.passed:
-            return VerifyError(f"the gate {gate.name} failed: {gate.found}")
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -117,9 +118,17 @@ def run_driver(
 ) -> dict[str, Any]:
     """Run the driver and return the JSON of its last line.
 
+    Args:
+        command: its words.
+        model: for the error.
+        environment: all of it (default: this process's without MBOLT_…, so that no trace is written
+            and nothing is prefetched).
+
     Raises:
         UnsupportedError: when it fails, with the last line that it wrote.
     """
+    if environment is None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MBOLT_")}
     done = subprocess.run(
         list(command), capture_output=True, text=True, errors="replace", env=environment
     )

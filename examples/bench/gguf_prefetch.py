@@ -192,6 +192,18 @@ def ratios(runs: Sequence[Mapping[str, Any]], modes: Sequence[str]) -> dict[str,
     return out
 
 
+def errors(predicted: Mapping[str, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]):
+    """Setting → figure → spread of predicted ÷ measured."""
+    out: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(r["setting"] for r in runs if r["mode"]):
+        good = [r for r in runs if r["setting"] == name and "error" not in r]
+        for key in ("wanted_reads", "wanted_bytes", "issued_reads", "issued_bytes"):
+            said = predicted[name.split("/")[0]][key]
+            measured = [r[f"{key}_per_token"] for r in good]
+            out.setdefault(name, {})[key] = common.report.spread(said / m for m in measured if m)
+    return out
+
+
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Setting → spread of every figure."""
     out = {}
@@ -263,10 +275,8 @@ def measure(args: argparse.Namespace, paths: Mapping[str, Path], found: Mapping[
                 file=sys.stderr,
                 flush=True,
             )
-        # What is not the experts': the process itself, and the weights that every token needs.
-        good = [r for r in runs if r["mode"] and "error" not in r]
-        own = min((r["peak_rss_bytes"] for r in good), default=0) - memory
-        budget = memory - (size - experts) - max(args.overhead_mib << 20, own)
+        # What is not the experts': the weights that every token needs, and the process itself.
+        budget = memory - (size - experts) - (args.overhead_mib << 20)
         predicted = {
             name: asdict(predict(trace, model, budget, skip=args.warmup))
             for name, model in opened.items()
@@ -275,11 +285,15 @@ def measure(args: argparse.Namespace, paths: Mapping[str, Path], found: Mapping[
             "limits": asdict(limits),
             "replay_budget_bytes": budget,
             "replay": predicted,
+            "replay_over_measured": errors(predicted, runs),
             "summary": summary(runs),
             "ratios": ratios(runs, modes),
             "runs": runs,
         }
         print(f"\n{drive}\n{table(out[drive])}\n")
+        for name, some in out[drive]["replay_over_measured"].items():
+            for key, value in some.items():
+                common.show(f"  {name}: {key}, replay / measured", value)
         for mode, some in out[drive]["ratios"].items():
             for key, value in some.items():
                 common.show(f"  {mode}: {key}", value)

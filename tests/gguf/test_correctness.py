@@ -72,6 +72,13 @@ def test_a_flipped_byte_fails_the_first_gate(llama, user_cache, tmp_path, capsys
     assert out.split()[:2] == ["bytes", "FAIL"] and "identity" not in out
 
 
+def test_a_file_cut_short_fails_the_first_gate(llama, user_cache, tmp_path, capsys):
+    path, rewritten = made(tmp_path, "qwen3moe", "Q8_0", "chain")
+    rewritten.write_bytes(rewritten.read_bytes()[:-5000])
+    assert main(["correctness", str(path), str(rewritten), "--count", "16", "-q"]) == 1
+    assert capsys.readouterr().out.split()[:2] == ["bytes", "FAIL"]
+
+
 def test_a_router_that_did_not_move_fails_the_third_gate(llama, tmp_path):
     path, rewritten = made(tmp_path, "qwen3moe", "Q8_0", "heat")
     checker = Checker(path, rewritten, driver=llama.patched, tokens=TOKENS, layers=0)
