@@ -104,6 +104,25 @@ def test_an_evicted_file_is_read_and_a_cached_one_is_not(llama, tmp_path):
     assert totals(warm.report, "wanted_reads") == totals(cold.report, "wanted_reads")
 
 
+def test_loading_leaves_the_experts_where_they_are(llama, tmp_path):
+    """Unless the map does not fit: then the model is loaded as ever."""
+    path = make_gguf(tmp_path / "m.gguf", "qwen3moe", "Q8_0", experts=32, ff_exp=512)
+    opened = Model.open(path)
+    place = write_map(opened, tmp_path / "map", version=3)
+
+    def loaded(**environment):
+        evict(opened)
+        return run(llama, path, **environment).report["load"]["read_bytes"]
+
+    stock = loaded()
+    if not stock:
+        pytest.skip("this file system does not count reads")
+    assert loaded(**{"": place}) < stock / 4
+    assert loaded(**{"": place}, _ADVICE="none") > 0.9 * stock
+    os.utime(path, ns=(0, 12345))
+    assert loaded(**{"": place}) > 0.9 * stock
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_both_versions_of_the_map_are_read(llama, tmp_path, version):
     path = make_gguf(tmp_path / "m.gguf", "qwen3moe", "Q8_0")
