@@ -4,7 +4,8 @@
 #   examples/bench/run_all.sh MODELS [PART...]
 #
 # MODELS   a folder for the models (about 16 GB; made on first use)
-# PART     models compare prefill law interleaved memory overhead bench   (default: all, in order)
+# PART     models compare prefill law interleaved memory overhead bench   (default: all of these)
+#          gate (18 GB of scratch in MODELS, 20 min), gguf (after mbolt-gguf build-llama, 25 min)
 #
 # PYTHON        python with mbolt-mlx's dependencies (default: python)
 # RIVAL_PYTHON  python with mlx-vlm 0.7.10 (see rival_mlxvlm.py); without it that part is left out
@@ -91,6 +92,18 @@ part_bench() {
   run -m mbolt_mlx.cli.main bench --model "$models/q8" --resident 0.2,0.5,1.0 --baseline \
     --side-file "$models/q8-side/experts.safetensors" --cold --direct --prefill 32 --decode 32 \
     --json $results/bench-q8.json
+}
+
+part_gate() {
+  for name in qwen3-30b gpt-oss; do
+    run examples/bench/gate.py $name --scratch "$models" --read-mbps 400
+    run examples/bench/gate.py $name --scratch "$models" --read-iops 2000
+    run examples/bench/gate.py $name --scratch "$models"
+  done
+}
+
+part_gguf() {
+  run examples/bench/gguf_prefetch.py --models "$models" --modes willneed --decode 32
 }
 
 [ $# -gt 0 ] || set -- models compare prefill law interleaved memory overhead bench

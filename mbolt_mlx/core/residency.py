@@ -151,7 +151,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "decayed": DecayedCount,
     "markov": Markov,
 }
-DEFAULT_POLICY = "decayed"
+DEFAULT_POLICY = "markov"
 
 
 def make_policy(name: str, experts: int) -> Policy:

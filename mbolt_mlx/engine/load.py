@@ -85,7 +85,7 @@ def load(
             neither, everything that fits in 70 % of the memory.
         side_file: "auto" uses the one of the default place if it matches; a path must match;
             None reads the model's own files.
-        policy: who stays in memory: "lru", "decayed", or "default".
+        policy: who stays in memory: "lru", "decayed", "markov", or "default" (markov).
         read_threads: reads in flight at a time.
         direct: bypass the page cache; None decides by whether the experts fit into free memory.
 
