@@ -7,13 +7,12 @@ once, and would push out what others need.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mbolt_mlx.core import files
+from mbolt_mlx.core import files, reads
 from mbolt_mlx.core.errors import ReadError
 
 BOUNCE_BYTES = 8 << 20
@@ -25,7 +24,7 @@ Segment = tuple[int, int, int, int]
 
 def aligned_buffer(size: int) -> np.ndarray:
     """A uint8 array of ``size`` bytes that begins on a page."""
-    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    return np.frombuffer(reads.aligned_buffer(size), np.uint8, count=size)
 
 
 class Scatterer:
