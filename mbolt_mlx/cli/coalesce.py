@@ -45,7 +45,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         "--order",
         metavar="PERMS.json",
         help="write the blocks in the order of this profile, and its heat into the manifest "
-        "(`mbolt-mlx cluster` makes one; default: by expert number)",
+        "(`mbolt-mlx cluster` makes one; default: as a side-file that is there has them, or by "
+        "expert number)",
     )
     parser.add_argument(
         "--order-kind",
@@ -54,7 +55,9 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         help="which of the profile's orders (default: %(default)s)",
     )
     parser.add_argument(
-        "--force", action="store_true", help="replace a side-file of another source, or a good one"
+        "--force",
+        action="store_true",
+        help="replace a side-file of another source, or write a good one again",
     )
     parser.add_argument(
         "--no-resume", action="store_true", help="throw away what an interrupted run has written"

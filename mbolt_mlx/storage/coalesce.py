@@ -87,7 +87,8 @@ def coalesce(
     compared before the file gets its name.
 
     Args:
-        order: by layer number, expert ids in the order in which their blocks shall lie.
+        order: by layer number, expert ids in the order in which their blocks shall lie; without
+            one, a side-file that matches is kept in the order that it has.
         order_note: what the manifest says of it (``kind``, ``profile_sha256``).
         hints: by layer number, what a profile says of its experts, for the manifest.
         force: replace the side-file of another source, or rewrite one that matches.
@@ -104,7 +105,7 @@ def coalesce(
     target = Path(output)
     check_target(target, checkpoint)
     plan = make_plan(layers, source_of(checkpoint).stamp, order, hints)
-    found = existing(target, checkpoint, layers, plan, force=force)
+    found = existing(target, checkpoint, layers, plan, force=force, any_order=order is None)
     if found is not None:
         return Report(target, plan.size, plan.blocks, 0.0, 0.0, plan.blocks, already=True)
     check_space(target, plan.size)

@@ -43,9 +43,17 @@ def check_target(target: Path, checkpoint: Checkpoint) -> None:
 
 
 def existing(
-    target: Path, checkpoint: Checkpoint, layers: Sequence[ExpertLayer], plan: Plan, *, force: bool
+    target: Path,
+    checkpoint: Checkpoint,
+    layers: Sequence[ExpertLayer],
+    plan: Plan,
+    *,
+    force: bool,
+    any_order: bool,
 ) -> SideFile | None:
     """The side-file at ``target`` if it is just what ``plan`` would write; None to write it.
+
+    With ``any_order`` its blocks may lie in another order than the plan's.
 
     Raises:
         OutputError: when what is there is not a side-file, or one of another source (``force``
@@ -77,7 +85,9 @@ def existing(
     for entry in found.manifest.layers:
         layer = planned[entry.layer]
         places = tuple(piece.offset for piece in entry.pieces)
-        if places != layer.piece_offsets or not (entry.offsets == layer.starts).all():
+        if places != layer.piece_offsets:
+            return None
+        if not any_order and not (entry.offsets == layer.starts).all():
             return None
     return found
 

@@ -61,6 +61,17 @@ def test_blocks_lie_in_the_profiles_order_and_the_manifest_says_so(
     assert main(checked) == 0
 
 
+def test_without_an_order_it_is_kept_as_it_is(tiny_model_q4, perms, tmp_path, capsys):
+    output = written(tiny_model_q4, perms, tmp_path)
+    assert coalesce_rewrite.main([str(tiny_model_q4), "-o", str(output)]) == 0
+    assert "already there" in capsys.readouterr().err
+    assert Manifest.read(manifest_path(output)).order["kind"] == "chain"
+    written(tiny_model_q4, perms, tmp_path, "--order-kind", "heat")
+    assert Manifest.read(manifest_path(output)).order["kind"] == "heat"
+    assert coalesce_rewrite.main([str(tiny_model_q4), "-o", str(output), "-q", "--force"]) == 0
+    assert Manifest.read(manifest_path(output)).order["kind"] == "file"
+
+
 def test_profile_reads_it_back(tiny_model_q4, perms, tmp_path, capsys):
     output = written(tiny_model_q4, perms, tmp_path)
     again = tmp_path / "again.json"
