@@ -153,7 +153,9 @@ def resolve(
     # A folder of the user's that happens to be called demo counts only when it is a model.
     if path.exists() and (text != DEMO or (path / "config.json").exists()):
         if not path.is_dir():
-            raise NamesError("a model is a folder, not a file", path=path)
+            gguf = path.suffix.lower() == ".gguf"
+            hint = "for GGUF models there is mbolt-gguf" if gguf else None
+            raise NamesError("a model is a folder, not a file", path=path, hint=hint)
         return path
     if path.is_symlink():
         raise NamesError("broken link: the folder it points to does not exist", path=path)

@@ -185,6 +185,9 @@ def test_a_file_and_a_broken_link_are_not_models(tmp_path):
     file.touch()
     with pytest.raises(NamesError, match="not a file"):
         names.resolve(str(file))
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(NamesError, match="for GGUF models there is mbolt-gguf"):
+        names.resolve(str(tmp_path / "m.gguf"))
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")
     with pytest.raises(NamesError, match="broken link"):

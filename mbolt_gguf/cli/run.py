@@ -12,7 +12,8 @@ DESCRIPTION = """\
 Start llama-cli, as `mbolt-gguf build-llama` built it, so that experts are read from the drive when
 they are chosen. A prefetch map is made when it is missing or stale; weights are not repacked,
 experts stay on the processor's side, and no warm-up reads the whole model. Flags of llama-cli
-after -- win over ours.
+after -- win over ours. The chat goes on after the answer to -p, until /exit or Ctrl-C; with -st it
+ends there.
 
   mbolt-gguf run model.gguf -- -p "Once upon a time" -n 64"""
 

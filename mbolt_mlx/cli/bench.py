@@ -22,7 +22,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     add = parser.add_argument
     add("--model", required=True, help=MODEL_HELP)
-    add("--resident", default="0.1,0.2,0.5,1.0", help="fractions, comma-separated")
+    add(
+        "--resident",
+        default="0.1,0.2,0.5,1.0",
+        help="fractions, comma-separated (default: %(default)s)",
+    )
     add("--side-file", help="the coalesced experts (default: the one that is found)")
     add(
         "--no-side-file",
@@ -68,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     places = [model, *([args.side_file] if args.side_file else [])]
     described = machine.describe(places)
     asked = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if _plain(v)}
+    asked.pop("prog", None)
 
     def document(results: list[dict[str, Any]]) -> dict[str, Any]:
         return report.document(described, results, settings=asked)

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     groups = sum(y["n_clusters"] for y in layers) / len(layers)
     quality = sum(y["modularity"] for y in layers) / len(layers)
     print(
-        f"mbolt-mlx cluster: {args.output}: {len(layers)} layers from "
+        f"{args.prog}: {args.output}: {len(layers)} layers from "
         f"{perms.document['train_tokens']} tokens, {groups:.1f} communities a layer, "
         f"modularity {quality:.3f}",
         file=sys.stderr,

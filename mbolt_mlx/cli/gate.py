@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     works = _works(args)
 
     def say(text: str) -> None:
-        print(f"mbolt-mlx gate: {text}", file=sys.stderr)
+        print(f"{args.prog}: {text}", file=sys.stderr)
 
     found = gate(
         works, args.scratch, rounds=args.rounds, tokens=args.tokens, seconds=args.seconds, step=say

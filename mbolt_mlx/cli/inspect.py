@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what ``args.model`` consists of; returns the exit status."""
     path = user_path(args.model)
-    if path.is_file():
+    if path.is_file() and path.suffix.lower() != ".gguf":  # of which resolve says what to do
         found = describe_side_file(path)
         lines = _side_file_lines
     else:
@@ -176,7 +176,7 @@ def _model_lines(found: dict[str, Any]) -> list[str]:
     if found["layers"]:
         layers += f" of {found['layers']}"
     lines = [
-        f"model            {found['model']} ({found['architecture']}, {found['files']} files)",
+        f"model            {found['model']} ({found['architecture']}, {_files(found['files'])})",
         f"expert layers    {layers}",
         f"experts a layer  {experts}, top-{found['top_k'] or '?'}",
         f"all experts      {format_size(found['expert_bytes'])}",
@@ -200,13 +200,17 @@ def _side_file_lines(found: dict[str, Any]) -> list[str]:
         f"side-file        {found['side_file']}",
         f"size             {format_size(found['bytes'])}",
         f"written          {found['created']} by {found['tool']}",
-        f"source           {name}, {source['files']} files, {format_size(source['bytes'])}",
+        f"source           {name}, {_files(source['files'])}, {format_size(source['bytes'])}",
         f"stamp            {source['stamp']}",
         f"alignment        blocks {found['alignment']['block']}, "
         f"pieces {found['alignment']['piece']}",
         f"order            {found['order'].get('kind')}",
         f"blocks           {found['blocks']} in {found['expert_layers']} layers",
     ]
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'' if count == 1 else 's'}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -127,7 +127,10 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{'tok/s':>8} {'with side-file':>15}",
         f"{'':>8} {'a layer':>7} {'':>10} {'':>6} {'a token':>7} {'a token':>10}",
     ]
+    fits = next((row for row in found["rows"] if "memory_limit" in row), None)
     for row in found["rows"]:
+        if fits is not None and row is not fits and _same(row, fits):
+            continue
         mark = "  <- fits" if "memory_limit" in row else ""
         out.append(
             f"{row['resident']:>8.1%} {row['slots_per_layer']:>7.1f} "
@@ -138,3 +141,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     out += ["", found["verdict"][:1].upper() + found["verdict"][1:] + "."]
     out += ["", "Assumed:"] + [f"  {note}" for note in found["assumed"]]
     return out
+
+
+def _same(row: dict[str, Any], fits: dict[str, Any]) -> bool:
+    """Whether ``row`` would be shown as ``fits`` is."""
+    return all(row[key] == fits[key] for key in row)

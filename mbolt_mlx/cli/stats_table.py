@@ -91,7 +91,8 @@ def table(stats: Stats, peak: dict[str, int]) -> list[str]:
         ("evictions", [f"{p.evictions}" for p in phases]),
     ]
     lines = [f"{name:<21}{a:>18}{b:>18}" for name, (a, b) in rows]
-    lines.append("(waiting for readback includes computing what the router needs)")
+    lines.append("(waiting for readback includes computing what the router needs; a prompt's last")
+    lines.append(" token is computed as the first of decode)")
     return [*lines, *_set_up(stats, peak)]
 
 

@@ -179,7 +179,9 @@ def _run(prog: str, module: ModuleType, argv: list[str]) -> int:
     parser = Parser(prog=prog, description=_sentence(module.HELP))
     module.configure(parser)
     _add_debug(parser)
-    return module.run(parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    args.prog = prog  # a command may be of several programs
+    return module.run(args)
 
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:

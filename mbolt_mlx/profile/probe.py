@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Probe:
     """A drive, measured.
 
     Args:
-        path: the file that was read.
+        path: the file that was read, or the folder in which one was written for it.
         direct: whether the page cache was bypassed; else the file was dropped from it.
         points: what was measured.
         laws: depth → the law that fits the points of that depth.
@@ -129,7 +129,8 @@ def probe(
         raise UsageError("too little space to probe this drive", path=place)
     with scratch(place, _SCRATCH) as (fd, made):
         _fill(fd, nbytes, made)
-        return _measure(made, seconds, sizes, depths, step)
+        found = _measure(made, seconds, sizes, depths, step)
+    return replace(found, path=str(place.resolve()))
 
 
 def read_probe(document: dict[str, Any]) -> Law:

@@ -60,9 +60,12 @@ def test_side_file_shows_its_manifest(tmp_path, capsys):
     main(["coalesce", "--model", str(folder), "-o", str(tmp_path / "s"), "-q"])
     assert main(["inspect", str(tmp_path / "s")]) == 0
     out = capsys.readouterr().out
-    assert "blocks           8 in 2 layers" in out and "source           m, 1 files" in out
+    assert "blocks           8 in 2 layers" in out and "source           m, 1 file," in out
     assert main(["inspect", str(tmp_path / "s"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["blocks"] == 8
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(60))
+    assert main(["inspect", str(tmp_path / "m.gguf")]) == 2
+    assert "for GGUF models there is mbolt-gguf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["inspect"], ["profile", "-o", "never.json"]])

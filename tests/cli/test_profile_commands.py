@@ -64,6 +64,8 @@ def test_simulate_on_a_models_own_files(capsys, trace, tiny_model_q4):
 
 def test_cluster_then_simulate_in_its_order(capsys, trace, tmp_path, tiny_model_q4):
     perms = str(tmp_path / "perms.json")
+    assert sim.main(["cluster", trace, "-o", perms]) == 0
+    assert capsys.readouterr().err.startswith(f"mbolt-sim cluster: {perms}: ")
     assert "communities a layer" in told(capsys, "cluster", trace, "-o", perms).err
     argv = ("simulate", "--trace", trace, "--perms", perms, "--resident", "0.5", "--json")
     for more in ((), ("--model", str(tiny_model_q4))):
@@ -105,6 +107,7 @@ def test_probe_and_plan_with_its_drive(capsys, tmp_path, tiny_model_q4, trace, m
 def test_plan_in_words(capsys, tiny_model):
     out = told(capsys, "plan", "--model", str(tiny_model), "--memory", "2GB").out
     assert "<- fits" in out and "Assumed:" in out and "an Apple SSD's" in out
+    assert [y.startswith("  100.0%") for y in out.splitlines()].count(True) == 1
     out = told(capsys, "plan", "--model", str(tiny_model), "--memory", "1MB").out
     assert "too little" in out
 

@@ -18,6 +18,7 @@ def test_a_folder_without_a_large_file_gets_one_for_a_while(tmp_path):
     steps = []
     found = probe(tmp_path, file_bytes=64 << 20, step=lambda *n: steps.append(n), **SMALL)
     assert list(tmp_path.iterdir()) == []
+    assert found.path == str(tmp_path.resolve())
     assert steps == [(n, 6) for n in range(1, 7)]
     assert {(p.nbytes, p.depth) for p in found.points} == {
         (n, d) for n in SMALL["sizes"] for d in SMALL["depths"]
