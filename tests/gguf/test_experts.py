@@ -1,6 +1,7 @@
 """Split models, and which tensors belong to which expert."""
 
 import re
+import tarfile
 
 import gguf
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from mbolt_gguf import tensor_names
 from mbolt_gguf.experts import ROLES, find_experts, permutable
 from mbolt_gguf.interleaved import blob_name
+from mbolt_gguf.llama_source import Pin, sdist
 from mbolt_gguf.model import Model
 from mbolt_mlx.core.errors import GgufError, UnsupportedError
 from tests.gguf.conftest import F16, F32, I8, Q8_0, moe_block, moe_values, value
@@ -360,8 +362,11 @@ def test_names_of_tensors():
 
 
 @pytest.mark.slow
-def test_every_name_of_the_pinned_llama_cpp_is_known(llama):
-    text = (llama.stock.parents[1] / "src/src/llama-arch.cpp").read_text()
+def test_every_name_of_the_pinned_llama_cpp_is_known(user_cache):
+    pin = Pin.read()
+    with tarfile.open(sdist(pin)) as archive:
+        name = f"{pin.file.removesuffix('.tar.gz')}/{pin.tree}/src/llama-arch.cpp"
+        text = archive.extractfile(name).read().decode()
     stems = {s for s in re.findall(r'"blk\.%d\.([^"]+)"', text) if "%d" not in s}
     by_expert = {
         *ROLES, "ffn_gate_inp", "exp_probs_b", "exp_probs_b_vl", "ffn_gate_tid2eid",
