@@ -34,14 +34,12 @@ def trace(tmp_path):
 @pytest.mark.parametrize("kind", ["hits", "layouts", "coactivation"])
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_a_picture_of_each_kind(tmp_path, trace, kind, ending):
-    pytest.importorskip("matplotlib")
     output = tmp_path / f"x.{ending}"
     assert main(["plot", kind, trace, "-o", str(output)]) == 0
     assert output.stat().st_size > 1000
 
 
 def test_predicted_against_measured(tmp_path):
-    pytest.importorskip("matplotlib")
     rows = [
         {"layout": y, "predicted_ms_per_token": 10.0, "measured_ms_per_token": 11.0}
         for y in ("stock", "coalesced")
