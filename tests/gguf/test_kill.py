@@ -4,8 +4,6 @@ import contextlib
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -18,6 +16,7 @@ from mbolt_mlx.core.errors import OutputError
 from mbolt_mlx.core.output import partial_paths
 from mbolt_mlx.profile.perms import read_perms
 from tests.gguf import made
+from tests.rewriters import Rewriters
 
 # Started once; forks a rewriter for each line, because starting Python takes longer than a rewrite.
 REWRITERS = """
@@ -36,11 +35,10 @@ def slow_replace(*a):
     time.sleep(0.01)
 files.pwrite_all, files.replace = slow, slow_replace
 files.sync = files.sync_data = lambda fd, *, path=None: None
-model, perms, target, force = sys.argv[1:]
+model, perms, target = sys.argv[1:]
 def run():
     try:
-        rewrite.rewrite(model, read_perms(perms), target, layout="interleave+chain",
-                        force=force == "force")
+        rewrite.rewrite(model, read_perms(perms), target, layout="interleave+chain")
         return 0
     except KeyboardInterrupt:
         return 130
@@ -51,31 +49,6 @@ for line in sys.stdin:
     print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
-
-
-class Rewriters:
-    def __init__(self, model, perms, target, force=False):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", REWRITERS, model, perms, target, "force" if force else "no"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )  # fmt: skip
-
-    def start(self):
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def status(self):
-        return int(self.process.stdout.readline())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(timeout=60)
 
 
 def windows_done(targets):
@@ -116,7 +89,7 @@ def test_killed_20_times_at_random_moments(tmp_path, split):
     targets = list(good)
     rng = np.random.default_rng(3)
     midway = some = kills = 0
-    with Rewriters(model, tmp_path / "perms.json", tmp_path / "out.gguf") as rewriters:
+    with Rewriters(REWRITERS, model, tmp_path / "perms.json", tmp_path / "out.gguf") as rewriters:
         started = time.perf_counter()
         rewriters.start()
         assert rewriters.status() == 0
@@ -224,7 +197,7 @@ def test_a_stranger_among_the_names_is_not_taken_for_ours(tmp_path, monkeypatch)
 def test_ctrl_c_leaves_a_part_that_the_next_run_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "WINDOW_BYTES", 128 << 10)
     model, _, good = prepared(tmp_path, 0)
-    with Rewriters(model, tmp_path / "perms.json", tmp_path / "out.gguf") as rewriters:
+    with Rewriters(REWRITERS, model, tmp_path / "perms.json", tmp_path / "out.gguf") as rewriters:
         pid = rewriters.start()
         wait(lambda: windows_done([tmp_path / "out.gguf"]) >= 3)
         os.kill(pid, signal.SIGINT)
@@ -255,7 +228,7 @@ def test_a_part_of_another_layout_or_model_is_not_continued(tmp_path, monkeypatc
 
 def test_two_processes_on_one_output(tmp_path):
     model, _, good = prepared(tmp_path, 0)
-    with Rewriters(model, tmp_path / "perms.json", tmp_path / "out.gguf") as rewriters:
+    with Rewriters(REWRITERS, model, tmp_path / "perms.json", tmp_path / "out.gguf") as rewriters:
         pid = rewriters.start()
         wait(partial_paths(tmp_path / "out.gguf")[0].exists)
         os.kill(pid, signal.SIGSTOP)  # so that it cannot finish meanwhile

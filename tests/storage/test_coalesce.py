@@ -23,6 +23,7 @@ from mbolt_mlx.storage.experts import find_experts
 from mbolt_mlx.storage.locate import open_side_file
 from mbolt_mlx.storage.manifest import Manifest, manifest_path
 from mbolt_mlx.storage.verify import check_schema
+from tests.rewriters import Rewriters
 from tests.storage.made import expert_tensors, large_model, model
 
 
@@ -355,31 +356,6 @@ for line in sys.stdin:
 """
 
 
-class Rewriters:
-    def __init__(self, folder, target):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", REWRITERS, str(folder), str(target)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )  # fmt: skip
-
-    def start(self):
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def status(self):
-        return int(self.process.stdout.readline())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(timeout=60)
-
-
 def blocks_done(target):
     try:
         return max(0, partial_paths(target)[1].read_bytes().count(b"\n") - 1)
@@ -405,7 +381,7 @@ def test_killed_20_times_at_random_moments_gives_the_same_bytes(tmp_path):
     rng = np.random.default_rng(7)
     target = tmp_path / "s"
     kills = midway = 0
-    with Rewriters(folder, target) as rewriters:
+    with Rewriters(REWRITERS, folder, target) as rewriters:
         started = time.perf_counter()
         rewriters.start()
         assert rewriters.status() == 0
@@ -441,7 +417,7 @@ def test_killed_20_times_at_random_moments_gives_the_same_bytes(tmp_path):
 def test_ctrl_c_leaves_a_part_that_the_next_run_continues(tmp_path):
     folder = large_model(tmp_path / "m")
     target = tmp_path / "s"
-    with Rewriters(folder, target) as rewriters:
+    with Rewriters(REWRITERS, folder, target) as rewriters:
         pid = rewriters.start()
         wait_for_blocks(target)
         os.kill(pid, signal.SIGINT)
@@ -455,7 +431,7 @@ def test_ctrl_c_leaves_a_part_that_the_next_run_continues(tmp_path):
 def test_two_processes_on_one_target(tmp_path):
     folder = large_model(tmp_path / "m")
     target = tmp_path / "s"
-    with Rewriters(folder, target) as rewriters:
+    with Rewriters(REWRITERS, folder, target) as rewriters:
         pid = rewriters.start()
         wait_for_blocks(target)
         os.kill(pid, signal.SIGSTOP)  # so that it cannot finish meanwhile
