@@ -132,12 +132,22 @@ def read_gguf(path: str | Path, *, file: int = 0) -> GgufFile:
         files.close(fd)
 
 
+def parse_header(head: bytes, size: int, path: str | Path, *, file: int = 0) -> GgufFile:
+    """As `read_gguf`, of a file that is not written yet: ``head`` is all of it before its data,
+    ``size`` its bytes, ``path`` a name for errors.
+
+    Raises:
+        GgufError: when the header is malformed.
+    """
+    return _Reader(None, Path(path), size, file, head).parse(0)
+
+
 class _Reader:
     """The header's bytes, read as far as they are needed, and a place in them."""
 
-    def __init__(self, fd: int, path: Path, size: int, file: int) -> None:
+    def __init__(self, fd: int | None, path: Path, size: int, file: int, raw: bytes = b"") -> None:
         self.fd, self.path, self.size, self.file = fd, path, size, file
-        self.raw = bytearray()
+        self.raw = bytearray(raw)
         self.at = 0
 
     def wrong(self, message: str, **more: Any) -> MboltError:
@@ -155,6 +165,8 @@ class _Reader:
         if end > HEADER_MAX:
             raise self.wrong("the header is longer than 1 GiB", offset=start)
         if end > len(self.raw):
+            if self.fd is None:
+                raise self.wrong(f"the header is cut short in {what}", offset=start)
             had = len(self.raw)
             self.raw.extend(bytes(min(self.size, max(end, _FIRST_READ, 2 * had)) - had))
             with memoryview(self.raw) as view:

@@ -21,7 +21,7 @@ import numpy as np
 import mbolt_gguf
 from mbolt_gguf import metadata
 from mbolt_gguf.experts import MoeLayer
-from mbolt_gguf.header import Tensor
+from mbolt_gguf.header import Tensor, parse_header
 from mbolt_gguf.interleave import Block, encode_blocks, plan_block
 from mbolt_gguf.metadata import Info
 from mbolt_gguf.model import Model
@@ -54,6 +54,15 @@ class Plan:
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files)
+
+    def outcome(self, model: Model) -> Model:
+        """What the rewritten ``model`` will be, as far as its headers tell it; its files have the
+        names of those that they come from."""
+        files = tuple(
+            parse_header(planned.head, planned.size, source.path, file=number)
+            for number, (planned, source) in enumerate(zip(self.files, model.files, strict=True))
+        )
+        return Model(files[0].path, files, {t.name: t for file in files for t in file.tensors})
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ MODEL_HELP = (
     "a folder, a hub repository ORG/NAME, a short name that `mbolt-mlx models` lists, or demo, "
     "the small model that ships"
 )
+GGUF_HELP = "a GGUF file (of a split model, any of its files)"
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from mbolt_mlx.cli.arguments import fraction, memory_limit
+from mbolt_mlx.cli.arguments import GGUF_HELP, MODEL_HELP, fraction, memory_limit
 from mbolt_mlx.cli.traces import open_trace
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.report import check_report, write_report
@@ -23,7 +23,11 @@ HELP = "predict a replay's reading time, then read the same from this drive and 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="for its sizes; `trace` takes those in the trace")
+    add(
+        "model",
+        metavar="MODEL",
+        help=f"for its sizes: {GGUF_HELP}, {MODEL_HELP}; `trace` takes those in the trace",
+    )
     add("trace", metavar="TRACE", help="what the router chose")
     add("perms", metavar="PERMS", nargs="?", help="perms.json, for layouts in an order of it")
     add("-o", "--output", required=True, metavar="OUT.json")
@@ -80,16 +84,16 @@ def _works(args: argparse.Namespace) -> list[Any]:
     for name in names:
         if name not in LAYOUTS:
             raise UsageError(f"unknown layout {name!r}", expected=" or ".join(LAYOUTS))
-    setup = Setup(args.policy, budget=args.budget, resident=args.resident)
-    if args.budget is None and args.resident is None:
-        setup = Setup(args.policy, resident=0.2)
+    resident = 0.2 if args.budget is None and args.resident is None else args.resident
+    gap = headers.merge_gap if headers else None
+    setup = Setup(args.policy, budget=args.budget, resident=resident, merge_gap=gap)
     orders = perms.orders if perms else None
     return [
         work_of(
             name,
             trace,
             setup,
-            headers.ranges(name, orders) if headers else lay_out(name, trace.layers, orders),
+            headers.ranges(name, perms) if headers else lay_out(name, trace.layers, orders),
         )
         for name in names
     ]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from mbolt_mlx.cli.inspect import _top_k
 from mbolt_mlx.core.budget import LayerShape, geometry_of
 from mbolt_mlx.core.errors import UnsupportedError
 from mbolt_mlx.core.places import user_path
-from mbolt_mlx.profile.layout import LAYOUTS, Range, Readable
+from mbolt_mlx.profile.layout import LAYOUTS, Range, Readable, check_layout
+from mbolt_mlx.profile.perms import ORDERS, Perms
 from mbolt_mlx.profile.plan import Model
 from mbolt_mlx.profile.traces import LayerInfo
 from mbolt_mlx.storage import store as stores
@@ -22,14 +23,45 @@ from mbolt_mlx.storage.plan import make_plan
 _FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 
 
+class Sizes(Protocol):
+    """What the commands ask of a model: `Headers` of a folder, `GgufHeaders` of a GGUF file."""
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether no weights are on this machine."""
+
+    @property
+    def merge_gap(self) -> int | None:
+        """Bytes up to which its engine reads the gap between two ranges too; None is ours."""
+
+    @property
+    def shapes(self) -> dict[int, LayerShape]:
+        """Layer number → experts, top_k and bytes of an expert."""
+
+    @property
+    def infos(self) -> dict[int, LayerInfo]:
+        """Layer number → what a trace would say of it."""
+
+    def model(self) -> Model:
+        """What the planner needs to know."""
+
+    def ranges(self, layout: str, perms: Perms | None = None) -> dict[int, tuple[Readable, ...]]:
+        """Layer number → where its experts lie in ``layout``, one of `LAYOUTS`."""
+
+
 @dataclass(frozen=True)
 class Headers:
-    """A model's headers; ``remote`` where no weights are on this machine."""
+    """A model folder's headers; ``remote`` where no weights are on this machine."""
 
     name: str
     checkpoint: Checkpoint
     layers: tuple[ExpertLayer, ...]
     remote: bool
+    merge_gap: int | None = None
 
     @property
     def shapes(self) -> dict[int, LayerShape]:
@@ -68,13 +100,12 @@ class Headers:
             geometry=geometry_of(self.checkpoint.config, widest),
         )
 
-    def ranges(
-        self, layout: str, orders: Mapping[str, Mapping[int, Sequence[int]]] | None = None
-    ) -> dict[int, tuple[Readable, ...]]:
+    def ranges(self, layout: str, perms: Perms | None = None) -> dict[int, tuple[Readable, ...]]:
         """Layer number → where its experts lie, exactly: the model's files, or a side-file's plan.
 
         Raises:
             UnsupportedError: for a layout that this model's files cannot have.
+            UsageError: for one whose order is not given.
         """
         order, whole = LAYOUTS[layout]
         if not whole:
@@ -86,7 +117,8 @@ class Headers:
             return {
                 y.layer: y.runs for y in stores.from_shards(self.checkpoint, self.layers).layers
             }
-        given = (orders or {}).get(order) if order != "ids" else None
+        order, _ = check_layout(layout, ORDERS if perms else ())
+        given = perms.order(order) if perms and order != "ids" else None
         out: dict[int, tuple[Readable, ...]] = {}
         for layer in make_plan(self.layers, "", given).layers:
             size = layer.piece_offsets[-1] + layer.source.pieces[-1].nbytes
@@ -97,12 +129,19 @@ class Headers:
         return out
 
 
-def open_headers(name: str, *, revision: str | None = None) -> Headers:
-    """The headers of a folder or of a model in the hub's cache; else by range requests to the hub.
+def open_headers(name: str, *, revision: str | None = None) -> Sizes:
+    """The headers of a GGUF file, of a folder or of a model in the hub's cache; else by range
+    requests to the hub.
 
     Raises:
         NamesError, CheckpointError, UnsupportedError: as `names.resolve` and `find_experts`.
+        GgufError: for a GGUF file, as `mbolt_gguf.model.Model.open`.
     """
+    if _is_gguf(user_path(name)):
+        from mbolt_gguf.headers import open_gguf
+
+        return open_gguf(user_path(name))
+
     from mbolt_mlx import hub, names
 
     repository = _repository(name)
@@ -116,6 +155,19 @@ def open_headers(name: str, *, revision: str | None = None) -> Headers:
     checkpoint = Checkpoint.open(folder)
     label = name if repository else Path(folder).name
     return Headers(label, checkpoint, _experts(checkpoint), False)
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether ``path`` is a GGUF file by its name, or by how it begins."""
+    if path.suffix.lower() == ".gguf":
+        return not path.is_dir()
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def _experts(checkpoint: Checkpoint) -> tuple[ExpertLayer, ...]:

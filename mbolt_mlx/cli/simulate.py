@@ -48,7 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--merge-gap",
         type=int,
         metavar="BYTES",
-        help="read over gaps of up to so many bytes (default: as the engine)",
+        help="read over gaps of up to so many bytes (default: as the engine; less than a page for "
+        "a GGUF file)",
     )
     add_drive(parser)
     add("--json", action="store_true", help="print JSON")
@@ -65,18 +66,20 @@ def run(args: argparse.Namespace) -> int:
     if perms is not None:
         trace.check_model(perms.experts, args.perms, than=" than this profile")
     layout = args.layout or "coalesced"
-    orders = perms.orders if perms else None
     if headers is not None:
-        ranges = headers.ranges(layout, orders)
+        ranges = headers.ranges(layout, perms)
     else:
-        ranges = lay_out(layout, trace.layers, orders)
+        ranges = lay_out(layout, trace.layers, perms.orders if perms else None)
+    gap = args.merge_gap
+    if gap is None and headers is not None:
+        gap = headers.merge_gap
     law = open_law(args)
     setup = Setup(
         args.policy,
         args.scope,
         resident=args.resident,
         budget=args.budget,
-        merge_gap=args.merge_gap,
+        merge_gap=gap,
         heat=perms.heat if args.seed_heat and perms else None,
     )
     counts = replay(trace, setup, ranges)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mbolt_mlx.cli.arguments import MODEL_HELP
-from mbolt_mlx.cli.headers import Headers, open_headers
+from mbolt_mlx.cli.arguments import GGUF_HELP, MODEL_HELP
+from mbolt_mlx.cli.headers import Sizes, open_headers
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.sizes import parse_size
 from mbolt_mlx.profile.traces import EXPERT_BYTES_MAX, PIECES_MAX, LayerInfo, Trace, read_trace
@@ -21,7 +21,9 @@ def add_trace(parser: argparse.ArgumentParser, *, option: bool = True) -> None:
         parser.add_argument("--trace", required=True, metavar="FILE", help=text)
     else:
         parser.add_argument("trace", metavar="TRACE", help=text)
-    parser.add_argument("--model", help=f"the traced model, for its sizes: {MODEL_HELP}")
+    parser.add_argument(
+        "--model", help=f"the traced model, for its sizes: {GGUF_HELP}, {MODEL_HELP}"
+    )
     parser.add_argument("--revision", help="revision of the hub repository")
     parser.add_argument(
         "--expert-bytes", type=parse_size, metavar="SIZE", help="bytes of one expert, instead"
@@ -38,7 +40,7 @@ def add_trace(parser: argparse.ArgumentParser, *, option: bool = True) -> None:
     )
 
 
-def open_trace(args: argparse.Namespace) -> tuple[Trace, Headers | None]:
+def open_trace(args: argparse.Namespace) -> tuple[Trace, Sizes | None]:
     """The trace with all sizes that are known, and the model's headers where one is given.
 
     Raises:
@@ -58,7 +60,7 @@ def open_trace(args: argparse.Namespace) -> tuple[Trace, Headers | None]:
     headers = None
     if args.model is not None:
         headers = open_headers(args.model, revision=args.revision)
-        trace.check_model({y.layer: y.experts for y in headers.layers}, args.trace)
+        trace.check_model({n: s.experts for n, s in headers.shapes.items()}, args.trace)
         trace = with_infos(trace, headers.infos)
     changes = {"expert_bytes": args.expert_bytes, "pieces": args.pieces}
     changes = {key: value for key, value in changes.items() if value is not None}

@@ -7,7 +7,7 @@ instead, which makes a replay of a real model exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +50,20 @@ class Range:
     offsets: tuple[int, ...]
 
 
+def check_layout(name: str, orders: Collection[str]) -> tuple[str, bool]:
+    """What `LAYOUTS` says of the layout ``name``, where ``orders`` are given.
+
+    Raises:
+        UsageError: for an unknown layout, or one whose order is not given.
+    """
+    if name not in LAYOUTS:
+        raise UsageError(f"unknown layout {name!r}", expected=" or ".join(LAYOUTS))
+    order, whole = LAYOUTS[name]
+    if order != "ids" and order not in orders:
+        raise UsageError(f"the layout {name} needs an order", hint="give --perms perms.json")
+    return order, whole
+
+
 def lay_out(
     name: str,
     layers: Mapping[int, LayerInfo],
@@ -66,11 +80,7 @@ def lay_out(
     Raises:
         UsageError: for an unknown layout, or one whose order is not given.
     """
-    if name not in LAYOUTS:
-        raise UsageError(f"unknown layout {name!r}", expected=" or ".join(LAYOUTS))
-    order, whole = LAYOUTS[name]
-    if order != "ids" and order not in (orders or {}):
-        raise UsageError(f"the layout {name} needs an order", hint="give --perms perms.json")
+    order, whole = check_layout(name, orders or ())
     out, start = {}, 0
     for layer, info in layers.items():
         ids = list(range(info.experts)) if order == "ids" else list((orders or {})[order][layer])

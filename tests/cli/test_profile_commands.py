@@ -74,6 +74,9 @@ def test_cluster_then_simulate_in_its_order(capsys, trace, tmp_path, tiny_model_
             assert found["layout"] == layout
     told(capsys, *argv, "--layout", "chain")
     told(capsys, *argv, "--layout", "chain", "--model", str(tiny_model_q4), status=2)
+    argv = ("simulate", "--trace", trace, "--resident", "0.5", "--model", str(tiny_model_q4))
+    err = told(capsys, *argv, "--layout", "coalesced+chain", status=2).err
+    assert "the layout coalesced+chain needs an order; give --perms" in err
 
 
 def test_trace_stats(capsys, trace):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mbolt_gguf import types
-from mbolt_gguf.header import read_gguf
+from mbolt_gguf.header import parse_header, read_gguf
 from mbolt_mlx.core.errors import GgufError
 from tests.gguf.conftest import F16, F32, NUMBERS, Q8_0, encode, string, value
 
@@ -253,6 +253,20 @@ def test_what_is_no_file(tmp_path):
     refused(tmp_path / "empty", "empty", "download it again")
     (tmp_path / "lfs").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     refused(tmp_path / "lfs", "git lfs pull")
+
+
+def test_a_header_without_its_file(write):
+    path = write(VALUES, TENSORS)
+    found = read_gguf(path, file=2)
+    head, size = found.raw_header, found.size
+    again = parse_header(head, size, path, file=2)
+    assert again.tensors == found.tensors and again.raw_header == head
+    assert {k: v.encoded for k, v in again.values.items()} == {
+        k: v.encoded for k, v in found.values.items()
+    }
+    for end in (20, len(head) // 2, len(head) - 1):
+        with pytest.raises(GgufError, match="the header is cut short"):
+            parse_header(head[:end], size, path)
 
 
 def test_types_are_those_of_gguf_py():
