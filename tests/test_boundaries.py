@@ -84,6 +84,11 @@ def test_gguf_imports_only_core_and_profile(path):
     assert reaches(imports(path), *MLX) == []
 
 
+@pytest.mark.parametrize("path", modules("mbolt_mlx"), ids=str)
+def test_mbolt_mlx_imports_gguf_only_inside_a_function(path):
+    assert reaches(imports(path, at_load_only=True), "mbolt_gguf") == []
+
+
 @pytest.mark.parametrize("path", modules("mbolt_mlx", "mbolt_gguf"), ids=str)
 def test_only_core_files_calls_the_system_for_reading_and_writing(path):
     """No other room opens descriptors or reads by position on its own."""
