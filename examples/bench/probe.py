@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np  # noqa: E402
 
 from mbolt_mlx.core import files, reads  # noqa: E402
+from mbolt_mlx.profile.law import fit  # noqa: E402
+from mbolt_mlx.profile.probe import law_document  # noqa: E402
 
 LARGE = 8 << 20
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -98,13 +100,8 @@ def law(path: Path, threads: int, seconds: float, seed: int) -> dict[str, Any]:
         sustained(reader, requests, WARM_UP_S)
         took, count = sustained(reader, requests, seconds)
         points.append({"bytes": nbytes, "reads": count, "s_per_read": took / count})
-    x = np.array([p["bytes"] for p in points], dtype=np.float64)
-    y = np.array([p["s_per_read"] for p in points])
-    design = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
-    (t_op, per_byte), *_ = np.linalg.lstsq(design, np.ones_like(y), rcond=None)
     return {
-        "t_op_s": max(0.0, float(t_op)),
-        "bytes_per_s": float(1 / per_byte),
+        **law_document(fit((1, p["bytes"], p["s_per_read"]) for p in points)),
         "threads": threads,
         "points": points,
     }

@@ -6,6 +6,8 @@
     g = (n0 · t_op + B / BW) / (n1 · t_op + B / BW)      n0, n1 reads an expert without and with
     speedup = 1 / ((1 - s) + s / g)                      s: share of decoding spent on cold reads
 
+(with max in place of + where the drive's measurements say so, see mbolt_mlx/profile/law.py).
+
 For each drive (bare, 400 MB/s, 2,000 reads a second): t_op and BW come from direct reads of five
 sizes, as many at once as the engine has threads. g is measured twice: on storage alone (random
 experts, so many at once as a layer misses) and in the engine, as the time waited for reads a miss.
@@ -19,18 +21,11 @@ from typing import Any
 import common
 from common import Limits
 
+from mbolt_mlx.profile.law import fit, speedup
+from mbolt_mlx.profile.probe import law_document
+
 DRIVES = (Limits(), Limits(read_mbps=400), Limits(read_iops=2000))
 THREADS = 4
-
-
-def gain(n0: float, n1: float, nbytes: float, t_op: float, rate: float) -> float:
-    """g of the speed law; ``nbytes`` an expert, ``rate`` in bytes a second."""
-    return (n0 * t_op + nbytes / rate) / (n1 * t_op + nbytes / rate)
-
-
-def speedup(share: float, g: float) -> float:
-    """Speedup of the whole when the ``share`` spent reading gets ``g`` times faster."""
-    return 1 / ((1 - share) + share / g)
 
 
 def engine_pairs(args: Any, limits: Limits) -> list[dict[str, Any]]:
@@ -70,11 +65,10 @@ def measure(args: Any, limits: Limits) -> dict[str, Any]:
     at_once = max(1, round(common.median(sided, "decode_misses_per_token") / layers))
     pairs = storage_pairs(args, limits, side, at_once)
     laws.append(common.probe(limits, "law", side, *options, "--seed", 1))
-    t_op = sum(law["t_op_s"] for law in laws) / 2
-    rate = sum(law["bytes_per_s"] for law in laws) / 2
+    drive = fit((1, p["bytes"], p["s_per_read"]) for law in laws for p in law["points"])
     nbytes = pairs[0]["side_file"]["bytes_per_miss"]
     n0, n1 = (pairs[0][name]["reads_per_miss"] for name in ("shards", "side_file"))
-    law = gain(n0, n1, nbytes, t_op, rate)
+    g = drive.gain(n0, n1, nbytes)
     by_round = {r["round"]: r for r in sided}
     both = [(r, by_round[r["round"]]) for r in plain if r["round"] in by_round]
 
@@ -85,12 +79,11 @@ def measure(args: Any, limits: Limits) -> dict[str, Any]:
     spread = common.report.spread
     return {
         "limits": common.asdict(limits),
-        "t_op_s": t_op,
-        "bytes_per_s": rate,
+        **law_document(drive),
         "laws": laws,
         "expert_bytes": nbytes,
         "misses_at_once": at_once,
-        "g_law": law,
+        "g_law": g,
         "g_storage": spread(
             p["shards"]["s_per_miss"] / p["side_file"]["s_per_miss"] for p in pairs
         ),
@@ -102,7 +95,7 @@ def measure(args: Any, limits: Limits) -> dict[str, Any]:
         },
         "read_share": share,
         "speedup": spread(b["decode_tps"] / a["decode_tps"] for a, b in both),
-        "speedup_law": speedup(share, law),
+        "speedup_law": speedup(share, g),
         "runs": runs,
     }
 
@@ -123,7 +116,8 @@ def main() -> int:
     bad = any("error" in run for run in runs)
     for name, one in found.items():
         rate = one["bytes_per_s"] / 1e6
-        print(f"\n{name}: t_op {one['t_op_s'] * 1e6:.0f} us, BW {rate:.0f} MB/s")
+        form = ", the slower decides" if one["slower"] else ""
+        print(f"\n{name}: t_op {one['t_op_s'] * 1e6:.0f} us, BW {rate:.0f} MB/s{form}")
         for source, reads in one["reads_per_miss"].items():
             common.show(f"  reads a miss, {source}", reads)
         print(f"  g, law: {one['g_law']:.2f}")

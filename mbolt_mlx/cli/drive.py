@@ -58,4 +58,5 @@ def open_law(args: argparse.Namespace) -> Law:
     return Law(
         law.t_op if args.t_op is None else args.t_op * 1e-6,
         law.bandwidth if args.bandwidth is None else float(args.bandwidth),
+        law.slower,
     )

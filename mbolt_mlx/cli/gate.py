@@ -112,4 +112,4 @@ def lines(found: dict[str, Any]) -> list[str]:
             f"{row['predicted_ms_per_token']:>9.1f} ms{row['measured_ms_per_token']:>9.1f} ms"
             f"{row['error']:>8.0%}"
         )
-    return out
+    return [*out, found["verdict"]]

@@ -66,8 +66,9 @@ def lines(found: Probe) -> list[str]:
     for depth in depths:
         law = found.laws[depth]
         mark = "  (the engine's)" if depth == DEFAULT_DEPTH else ""
+        form = ", the slower of the two" if law.slower else ""
         out.append(
             f"{depth:>2} at a time: t_op {law.t_op * 1e6:.0f} µs, BW {format_size(law.bandwidth)}/s"
-            f", within {found.worst[depth]:.0%}{mark}"
+            f"{form}, within {found.worst[depth]:.0%}{mark}"
         )
     return out

@@ -16,6 +16,7 @@ from mbolt_mlx.profile.counts import Counts, PassCounts, bootstrap
 from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.layout import LAYOUTS, lay_out
 from mbolt_mlx.profile.perms import read_perms
+from mbolt_mlx.profile.probe import law_document
 from mbolt_mlx.profile.replay import SCOPES, Setup, replay
 
 HELP = "replay a trace: hits, reads, bytes and time under any policy, memory, layout and drive"
@@ -93,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
         "layout": layout,
         **summary(counts, law),
         "belady_decode_hit_rate": best.decode.hit_rate if best else None,
-        "t_op_s": law.t_op,
-        "bytes_per_s": law.bandwidth,
+        **law_document(law),
     }
     print(json.dumps(found, indent=2) if args.json else table(found))
     return 0

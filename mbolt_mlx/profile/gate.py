@@ -21,11 +21,13 @@ from mbolt_mlx.core.errors import OutputError, UsageError
 from mbolt_mlx.core.scratch import remove_left, scratch
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.layout import Readable
-from mbolt_mlx.profile.probe import probe
+from mbolt_mlx.profile.probe import Probe, probe
 from mbolt_mlx.profile.replay import Setup, replay
 from mbolt_mlx.profile.traces import DECODE, Trace
 
 THREADS = 4
+# A prediction this near the measurement counts as right; a gain this large is worth a rewrite.
+WITHIN, _WORTH = 0.10, 1.05
 _ALIGN = 4096
 _BASE = 1 << 20
 _SCRATCH = ".mbolt-gate-"
@@ -107,14 +109,13 @@ def gate(
             for work in works if number % 2 == 0 else list(reversed(works)):
                 say(f"round {number + 1} of {rounds}: {work.name}")
                 times[work.name].append(_measure(path, _cut(work, tokens)))
+        say("probing the drive again")
+        after = probe(path, seconds=seconds)
     rows = []
     for work in works:
         part = _cut(work, tokens)
         count = max(1, min(work.tokens, tokens or work.tokens))
-        law = sum(
-            found.law(min(THREADS, len(one))).seconds(len(one), sum(n for _, n in one))
-            for one in part
-        )
+        law = _seconds(found, part)
         took = statistics.median(times[work.name])
         rows.append(
             {
@@ -128,9 +129,46 @@ def gate(
                 "measured_ms_per_token": 1e3 * took / count,
                 "all_ms_per_token": [1e3 * t / count for t in times[work.name]],
                 "error": law / took - 1.0,
+                "drift": _seconds(after, part) / law - 1.0,
             }
         )
-    return {"rows": rows, "drive": found.document(), "threads": THREADS, "rounds": rounds}
+    return {
+        "rows": rows,
+        "verdict": verdict(rows),
+        "drive": found.document(),
+        "drive_after": after.document(),
+        "threads": THREADS,
+        "rounds": rounds,
+    }
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In words: whether the law foretold the times, and which layout is worth it here."""
+    worst = max(abs(row["error"]) for row in rows)
+    drift = max(abs(row["drift"]) for row in rows)
+    if worst <= WITHIN:
+        says = f"the law holds here: within {worst:.0%}"
+    elif drift > WITHIN:
+        says = (
+            f"the law is off by up to {worst:.0%}, but the drive itself changed meanwhile: probed "
+            f"again, it would foretell times {drift:.0%} apart"
+        )
+    else:
+        says = f"the law does not hold here: it is off by up to {worst:.0%}"
+    first = rows[0]
+    best = min(rows, key=lambda row: row["measured_ms_per_token"])
+    gain = first["measured_ms_per_token"] / best["measured_ms_per_token"]
+    if best is first or gain < _WORTH:
+        return f"{says}; no layout reads clearly faster than {first['layout']}"
+    return f"{says}; {best['layout']} reads {gain:.2f} times as fast as {first['layout']}"
+
+
+def _seconds(drive: Probe, starts: Sequence[Sequence[tuple[int, int]]]) -> float:
+    """By the law of ``drive``, each start's reads at once."""
+    return sum(
+        drive.law(min(THREADS, len(one))).seconds(len(one), sum(n for _, n in one))
+        for one in starts
+    )
 
 
 def _cut(work: Work, tokens: int | None) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -6,6 +6,11 @@
 
 ``t_op`` is what one more read adds when reads follow each other at the depth at which it was
 measured, ``BW`` the bandwidth that very large reads reach.
+
+Some drives are limited in reads a second and in bytes a second, each for itself (a cloud volume, a
+control group): there the slower of the two decides, and
+
+    time    = max(reads · t_op, bytes / BW)
 """
 
 from __future__ import annotations
@@ -20,20 +25,27 @@ from mbolt_mlx.core.errors import UsageError
 
 @dataclass(frozen=True)
 class Law:
-    """A drive: ``t_op`` in seconds a read, ``bandwidth`` in bytes a second."""
+    """A drive: ``t_op`` in seconds a read, ``bandwidth`` in bytes a second.
+
+    ``slower`` says that the slower of the two decides, and not their sum.
+    """
 
     t_op: float
     bandwidth: float
+    slower: bool = False
 
     def seconds(self, reads: float, nbytes: float) -> float:
         """Seconds for ``reads`` reads of ``nbytes`` in all."""
-        return reads * self.t_op + nbytes / self.bandwidth
+        operations, transfer = reads * self.t_op, nbytes / self.bandwidth
+        return max(operations, transfer) if self.slower else operations + transfer
 
     def gain(self, before: float, after: float, nbytes: float) -> float:
         """g: how many times faster ``nbytes`` come in ``after`` reads than in ``before``."""
         return self.seconds(before, nbytes) / self.seconds(after, nbytes)
 
 
+# The slower of two has one more degree of freedom: where one bound ends.
+_CLEARLY, _LEAST_ROWS = 0.5, 4
 # An Apple SSD, as the public measurements that the design cites imply it. Probe your own.
 DEFAULT_LAW = Law(100e-6, 6e9)
 
@@ -51,8 +63,8 @@ def share_of(speedup: float, gain: float) -> float:
 def fit(points: Iterable[tuple[float, float, float]]) -> Law:
     """t_op and BW from measurements ``(reads, bytes, seconds)``.
 
-    Least squares on relative errors, with neither constant below zero, so that a small read counts
-    as much as a large one.
+    Least squares on relative errors, so that a small read counts as much as a large one. Of the two
+    forms of the law, the one that fits better; the sum, unless the other is clearly better.
 
     Raises:
         UsageError: when fewer than two different measurements are given.
@@ -61,14 +73,32 @@ def fit(points: Iterable[tuple[float, float, float]]) -> Law:
     rows = rows[rows[:, 2] > 0]
     if len(rows) < 2 or np.linalg.matrix_rank(rows[:, :2]) < 2:
         raise UsageError("two measurements with different bytes a read are needed for a fit")
+    both = [_fit_sum(rows), *_fits_slower(rows)]
+    off = [float(np.square(errors(law, rows)).sum()) for law in both]
+    best = int(np.argmin(off))
+    clear = len(rows) >= _LEAST_ROWS and off[best] < _CLEARLY * off[0]
+    return both[best] if clear else both[0]
+
+
+def _fit_sum(rows: np.ndarray) -> Law:
+    """With neither constant below zero."""
     design = rows[:, :2] / rows[:, 2:]
-    ones = np.ones(len(rows))
-    (t_op, per_byte), *_ = np.linalg.lstsq(design, ones, rcond=None)
+    (t_op, per_byte), *_ = np.linalg.lstsq(design, np.ones(len(rows)), rcond=None)
     if t_op < 0:
         t_op, per_byte = 0.0, _alone(design[:, 1])
     elif per_byte <= 0:
         t_op, per_byte = _alone(design[:, 0]), 0.0
     return Law(float(t_op), float(1.0 / per_byte) if per_byte > 0 else float("inf"))
+
+
+def _fits_slower(rows: np.ndarray) -> list[Law]:
+    """For each place where small reads, bound by operations, can end and large ones begin."""
+    rows = rows[np.argsort(rows[:, 1] / rows[:, 0])]
+    design = rows[:, :2] / rows[:, 2:]
+    return [
+        Law(_alone(design[:n, 0]), 1.0 / _alone(design[n:, 1]), slower=True)
+        for n in range(1, len(rows))
+    ]
 
 
 def errors(law: Law, points: Iterable[tuple[float, float, float]]) -> list[float]:

@@ -60,14 +60,6 @@ def test_limit_of_a_run(script):
     assert found["ratio"]["min"] == pytest.approx(0.8)
 
 
-def test_speed_law(script):
-    """The three public rows: with 100 µs a read and 6 GB/s the law gives 2.23, 1.22 and 1.29."""
-    law = script("speed_law")
-    assert law.gain(9, 1, 1e6 * 3, 1e-4, 6e9) == pytest.approx((9e-4 + 5e-4) / (1e-4 + 5e-4))
-    assert law.speedup(0.0, 5) == 1 and law.speedup(1.0, 5) == 5
-    assert law.speedup(0.5, 2) == pytest.approx(4 / 3)
-
-
 def test_ratio_of_pairs_skips_rounds_that_failed(script):
     common = script("common")
     runs = [

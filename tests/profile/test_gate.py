@@ -119,3 +119,28 @@ def test_the_command(trace, tmp_path, capsys):
     assert list((tmp_path / "drive").iterdir()) == []
     assert main([*argv, "--layouts", "nonsense"]) == 2
     assert main([*argv, "--rounds", "0"]) == 2
+
+
+def row(name, predicted, measured, again=None):
+    return {
+        "layout": name,
+        "measured_ms_per_token": measured,
+        "error": predicted / measured - 1.0,
+        "drift": (again or predicted) / predicted - 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (
+            [row("stock", 98, 100), row("coalesced", 51, 50)],
+            "within 2%; coalesced reads 2.00 times",
+        ),
+        ([row("stock", 98, 100), row("coalesced", 98, 99)], "no layout reads clearly faster"),
+        ([row("stock", 70, 100)], "does not hold here: it is off by up to 30%"),
+        ([row("stock", 70, 100, 98)], "the drive itself changed"),
+    ],
+)
+def test_the_verdict(rows, says):
+    assert says in gates.verdict(rows)

@@ -1,5 +1,6 @@
 """The speed law against what others measured and published, row by row."""
 
+import numpy as np
 import pytest
 
 from mbolt_mlx.core.errors import UsageError
@@ -88,3 +89,30 @@ def test_a_fit_needs_two_measurements(points):
 def test_nothing_is_gained_where_nothing_is_read():
     assert speedup(0.0, 5.0) == 1.0
     assert speedup(1.0, 5.0) == pytest.approx(5.0)
+
+
+SIZES = (4096, 65536, 1 << 18, 1 << 20, 4 << 20, 16 << 20)
+
+
+def test_a_drive_with_two_limits_is_bound_by_the_slower():
+    """2,000 reads a second and 400 MB/s, each for itself, as a control group or a cloud limits."""
+    law = Law(500e-6, 4e8, slower=True)
+    assert law.seconds(10, 1e6) == pytest.approx(5e-3) and law.seconds(1, 4e6) == pytest.approx(
+        0.01
+    )
+    # Nine pieces or one block: bytes decide, so there is nothing to gain; with small ones there is.
+    assert law.gain(9, 1, 8e6) == 1.0 and law.gain(9, 1, 1e5) == pytest.approx(9.0)
+    rng = np.random.default_rng(0)
+    points = [(1, n, law.seconds(1, n) * rng.uniform(0.97, 1.03)) for n in SIZES]
+    found = fit(points)
+    assert found.slower
+    assert found.t_op == pytest.approx(law.t_op, rel=0.03)
+    assert found.bandwidth == pytest.approx(law.bandwidth, rel=0.03)
+
+
+def test_the_sum_is_kept_unless_the_other_form_is_clearly_better():
+    rng = np.random.default_rng(1)
+    law = Law(80e-6, 6e8)
+    for _ in range(20):
+        points = [(1, n, law.seconds(1, n) * rng.uniform(0.93, 1.07)) for n in SIZES]
+        assert not fit(points).slower

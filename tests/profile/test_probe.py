@@ -81,6 +81,7 @@ def test_a_drive_that_fails_is_an_error_and_leaves_nothing(tmp_path, monkeypatch
         {"t_op_s": float("nan"), "bytes_per_s": 1},
         {"t_op_s": 1, "bytes_per_s": float("inf")},
         {"t_op_s": 1, "bytes_per_s": 10**400},
+        {"t_op_s": 1, "bytes_per_s": 1, "slower": 1},
     ],
 )
 def test_probes_without_meaning(document, tmp_path, capsys):
@@ -107,3 +108,10 @@ def test_probes_without_meaning(document, tmp_path, capsys):
 def test_laws_without_meaning(laws):
     with pytest.raises(TraceError):
         read_laws({"laws": laws})
+
+
+def test_the_form_of_the_law_is_kept():
+    document = {"t_op_s": 1e-3, "bytes_per_s": 1e9, "slower": True}
+    assert read_probe(document) == Law(1e-3, 1e9, slower=True)
+    assert probing.law_document(read_probe(document)) == document
+    assert not read_probe({"t_op_s": 1e-3, "bytes_per_s": 1e9}).slower
