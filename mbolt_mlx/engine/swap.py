@@ -26,7 +26,7 @@ from mbolt_mlx.storage.store import LayerStore, Store
 log = logging.getLogger(__name__)
 
 # MLX keeps freed buffers for the next ones; a layer's transients are all that is worth keeping.
-CACHE_BYTES_CPU = 32 << 20
+CACHE_BYTES_CPU = 8 << 20
 CACHE_BYTES_GPU = 512 << 20
 _TOP_K = (
     "num_experts_per_tok",
