@@ -6,13 +6,21 @@ other, so they can be computed in any groups and put back in order, bit for bit 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from mbolt_mlx.engine.lanes import bounds, shares, side_by_side
+from mbolt_mlx.engine.slots import windows_alias
+
+# Results this large are put in order as they come, and so are in memory once, not three times.
+_IN_PLACE_BYTES = 1 << 20
+# Groups that may be on their way meanwhile: one being computed, one behind it.
+_AHEAD = 2
 
 #: A stock container: rows ``[..., D]`` and slot numbers ``[..., K]`` to ``[..., K, D]``.
 Compute = Callable[[mx.array, mx.array], mx.array]
@@ -96,10 +104,13 @@ class ManyTokens(Rows):
         self._range = {
             int(e): (int(a), int(b)) for e, a, b in zip(values, starts, ends, strict=True)
         }
-        self._parts: list[mx.array] = []
-        self._order: list[np.ndarray] = []
+        self._groups: deque[list[tuple[mx.array, np.ndarray]]] = deque()
+        self._dtype = x.dtype
+        self._whole = _Whole(len(self._flat)) if _in_place(self._x, len(self._flat)) else None
 
     def compute(self, experts: Sequence[int]) -> list[mx.array]:
+        while self._whole is not None and len(self._groups) >= _AHEAD:
+            self._whole.put(self._groups.popleft())
         # In the order of slots, as the sorted kernels want it.
         experts = sorted(experts, key=self._slot_of.__getitem__)
         ranges = [self._range[e] for e in experts]
@@ -108,23 +119,60 @@ class ManyTokens(Rows):
             np.array([self._slot_of[e] for e in experts], dtype=np.uint32),
             [b - a for a, b in ranges],
         )
-        ranges = bounds(len(places), shares(len(places), self._row_bytes))
-        parts = side_by_side([partial(self._rows, places[a:b], slots[a:b]) for a, b in ranges])
-        self._parts += parts
-        self._order.append(places)
+        shared = [slice(a, b) for a, b in bounds(len(places), shares(len(places), self._row_bytes))]
+        parts = side_by_side([partial(self._rows, places[s], slots[s]) for s in shared])
+        self._groups.append(list(zip(parts, (places[s] for s in shared), strict=True)))
         return parts
 
     def _rows(self, places: np.ndarray, slots: np.ndarray) -> mx.array:
         rows = self._x[mx.array((places // self._k).astype(np.uint32))]
-        return self._compute(rows, mx.array(slots)[:, None]).squeeze(-2)
+        y = self._compute(rows, mx.array(slots)[:, None]).squeeze(-2)
+        self._dtype = y.dtype
+        # As bytes here, on the stream that computes them, so that nothing else is waited for.
+        return y if self._whole is None else y.view(mx.uint8)
 
     def combine(self, shape: tuple[int, ...]) -> mx.array:
-        order = np.concatenate(self._order)
-        back = np.empty(len(order), dtype=np.uint32)
-        back[order] = np.arange(len(order), dtype=np.uint32)
-        y = self._parts[0] if len(self._parts) == 1 else mx.concatenate(self._parts, axis=0)
-        self._parts = []
-        return y[mx.array(back)].reshape(*shape, y.shape[-1])
+        if self._whole is not None:
+            while self._groups:
+                self._whole.put(self._groups.popleft())
+            y = self._whole.array.view(self._dtype)
+        else:
+            parts, places = zip(*itertools.chain(*self._groups), strict=True)
+            self._groups.clear()
+            order = np.concatenate(places)
+            back = np.empty(len(order), dtype=np.uint32)
+            back[order] = np.arange(len(order), dtype=np.uint32)
+            y = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0))[mx.array(back)]
+        return y.reshape(*shape, y.shape[-1])
+
+
+def _in_place(x: mx.array, rows: int) -> bool:
+    """Whether a result of ``rows`` rows as wide as ``x`` is put in order by the processor.
+
+    A GPU does it in one go, rather than be waited for at each group.
+    """
+    large = rows * x.shape[-1] * x.itemsize >= _IN_PLACE_BYTES
+    return large and mx.default_device().type == mx.DeviceType.cpu and windows_alias()
+
+
+class _Whole:
+    """All rows of a call as bytes, written in place through a window onto the array's memory."""
+
+    array: mx.array
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._window: np.ndarray | None = None
+
+    def put(self, group: Iterable[tuple[mx.array, np.ndarray]]) -> None:
+        """Wait for the parts of ``group``, ``[rows, bytes]``, and copy each to its places."""
+        for part, places in group:
+            mx.eval(part)
+            if self._window is None:
+                self.array = mx.zeros((self._rows, part.shape[-1]), dtype=mx.uint8)
+                mx.eval(self.array)
+                self._window = np.array(self.array, copy=False)
+            self._window[places] = np.array(part, copy=False)
 
 
 def all_rows(compute: Compute, x: mx.array, indices: mx.array, row_bytes: int) -> mx.array:

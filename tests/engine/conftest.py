@@ -7,15 +7,17 @@ import functools
 import mlx_lm
 import pytest
 
-from mbolt_mlx.engine import lanes
+from mbolt_mlx.engine import lanes, rows
 from tests.engine.kit import make_side_file, prefill_then_decode
 from tests.makers import make_model
 
 
 @pytest.fixture(autouse=True)
-def side_by_side(monkeypatch):
-    """Even the tests' tiny experts are shared out between streams, as large ones are."""
+def as_large_ones(monkeypatch):
+    """The tests' tiny experts are shared out between streams, and their prompts put in order in
+    place, as large ones are. A few tokens at a time are not."""
     monkeypatch.setattr(lanes, "LEAST_BYTES", 0)
+    monkeypatch.setattr(rows, "_IN_PLACE_BYTES", 8 << 10)
 
 
 @pytest.fixture(scope="session")
