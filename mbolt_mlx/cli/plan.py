@@ -15,7 +15,7 @@ from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.memory import total_memory
 from mbolt_mlx.core.places import cache_folder, user_path
-from mbolt_mlx.core.sizes import format_size
+from mbolt_mlx.core.sizes import format_size, parse_size
 from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.perms import read_perms
 from mbolt_mlx.profile.plan import RESIDENTS, Assumptions, make_plan
@@ -44,9 +44,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--trace", metavar="FILE", help="of this model, for its hit rates")
     add("--perms", metavar="FILE", help="its profile, to weigh a profile order (with --trace)")
     add("--context", type=int, metavar="N", help="positions to make room for")
-    add("--compute-ms", type=float, metavar="MS", help="milliseconds a token without any reads")
+    add(
+        "--compute-ms",
+        type=float,
+        metavar="MS",
+        help="milliseconds a token with every expert in memory (1000 ÷ its tok/s)",
+    )
     add("--side-file", metavar="FILE", help="where the side-file would go, for the free space")
     add_drive(parser)
+    add(
+        "--limit",
+        type=parse_size,
+        metavar="SIZE",
+        help="bytes a second that a control group or a cloud volume allows; --drive then tells of "
+        "the drive without it",
+    )
     add("--json", action="store_true", help="print JSON")
 
 
@@ -100,10 +112,10 @@ def _assumptions(args: argparse.Namespace, notes: list[str]) -> Assumptions:
         return laws[min(laws, key=lambda d: abs(np.log2(d / depth)))]
 
     compute = None if args.compute_ms is None else args.compute_ms / 1e3
-    if compute is not None and not 0 <= compute < 1e6:
-        raise UsageError("--compute-ms is in milliseconds, at least 0", found=args.compute_ms)
+    if compute is not None and not 0 < compute < 1e6:
+        raise UsageError("--compute-ms is in milliseconds, above 0", found=args.compute_ms)
     more = {} if args.context is None else {"context": args.context}
-    return Assumptions(law=at, compute_s=compute, notes=tuple(notes), **more)
+    return Assumptions(law=at, limit=args.limit, compute_s=compute, notes=tuple(notes), **more)
 
 
 def _free(side_file: str | None) -> int | None:

@@ -18,6 +18,11 @@ WORKING_BYTES = 96 << 20
 # shrinks the slots when it comes.
 PLANNED_CONTEXT = 2048
 PLANNED_CHUNK = 512
+# mlx-lm's KV cache grows by so many positions.
+KV_STEP = 256
+# Bytes of a tokenizer for each entry of its vocabulary, and while it is being loaded, after all the
+# weights (measured with BPE tokenizers of 32,000 and 151,000 entries).
+TOKENIZER_ENTRY, TOKENIZER_LOADING = 1200, 1800
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,26 @@ class Geometry:
         kv_bytes: KV cache of one token, all layers.
         row_bytes: transient of one token in an expert layer.
         score_bytes: transient of one attention score, all heads of a layer.
+        vocabulary: entries of the tokenizer.
     """
 
     kv_bytes: int
     row_bytes: int
     score_bytes: int
+    vocabulary: int = 0
 
     def transient(self, tokens: int, context: int) -> int:
         """Bytes that a forward of ``tokens`` tokens over ``context`` positions uses and frees."""
         return tokens * (self.row_bytes + context * self.score_bytes)
+
+    def beside_weights(self, context: int, chunk: int, working: int = 0) -> int:
+        """The most bytes beyond the process and the weights: the tokenizer while it is loaded, or
+        later with a KV cache of ``context`` positions, the transients of a prefill chunk of
+        ``chunk`` tokens, and ``working`` bytes."""
+        cached = -(-context // KV_STEP) * KV_STEP * self.kv_bytes
+        later = working + cached + self.transient(min(chunk, context), context)
+        tokenizer = self.vocabulary
+        return max(tokenizer * TOKENIZER_LOADING, tokenizer * TOKENIZER_ENTRY + later)
 
 
 def geometry_of(config: dict[str, Any], activation_bytes: int) -> Geometry:
@@ -119,4 +135,5 @@ def geometry_of(config: dict[str, Any], activation_bytes: int) -> Geometry:
         row_bytes=top_k * 3 * (hidden + width) * activation_bytes,
         # Scores and their softmax.
         score_bytes=2 * heads * activation_bytes,
+        vocabulary=number("vocab_size", default=0),
     )

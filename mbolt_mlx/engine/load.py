@@ -254,18 +254,14 @@ def _slots(
                 max(raised),
             )
         return slots
-    spare = (
-        WORKING_BYTES
-        + PLANNED_CONTEXT * geometry.kv_bytes
-        + geometry.transient(PLANNED_CHUNK, PLANNED_CONTEXT)
-    )
+    spare = geometry.beside_weights(PLANNED_CONTEXT, PLANNED_CHUNK, WORKING_BYTES)
     try:
         return slots_within(shapes, limit - used - spare)
     except MemoryLimitError as error:
         least = slot_bytes(shapes, slots_at(shapes, 0.0))
         raise MemoryLimitError(
             f"the model does not run in {format_size(limit)}: the process and the dense weights "
-            f"take {format_size(used)}, context and working space {format_size(spare)}",
+            f"take {format_size(used)}, tokenizer, context and working space {format_size(spare)}",
             expected=f"at least {format_size(used + spare + least)}",
             hint="raise the memory limit",
         ) from error

@@ -1,11 +1,8 @@
 """What a model will need and how fast it will be, before anything is downloaded or written.
 
-Memory is the engine's own budget; speed is compute plus cold reads by the speed law::
-
-    seconds a token = compute + misses · (n · t_op + B / BW)
-
-with n reads of B bytes in all for a missed expert: its pieces in the model's own files, one in a
-side-file. Reading is not taken to overlap with computing, so a little more speed is possible.
+Memory is the engine's own budget. Speed is computing, and what cold reads by the speed law take
+beyond the computing that hides them (`profile.pace`): for a missed expert its pieces in the model's
+own files, one read in a side-file.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mbolt_mlx.core import files
 from mbolt_mlx.core.budget import (
     PLANNED_CHUNK,
     PLANNED_CONTEXT,
@@ -30,7 +28,9 @@ from mbolt_mlx.core.errors import MemoryLimitError
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.law import DEFAULT_LAW, Law
 from mbolt_mlx.profile.layout import lay_out
+from mbolt_mlx.profile.pace import THREADS, Pace, hit_rate, misses_at, misses_of
 from mbolt_mlx.profile.perms import Perms
+from mbolt_mlx.profile.probe import law_document
 from mbolt_mlx.profile.replay import Setup, replay
 from mbolt_mlx.profile.traces import DECODE, LayerInfo, Pass, Trace
 
@@ -38,14 +38,17 @@ RESIDENTS = (0.1, 0.2, 0.3, 0.5, 1.0)
 # Decode hits by the share of experts in memory: Qwen3-235B, least recently used, slots a layer, as
 # published; nothing and everything added. A stand-in where there is no trace.
 CURVE = ((0.0, 0.0), (0.05, 0.34), (0.2, 0.74), (0.45, 0.93), (1.0, 1.0))
-# What Python, MLX, mlx-lm and a tokenizer take, and what they take before a model is loaded, which
-# is where the loader's budget starts (measured on Linux with mlx 0.32).
-PROCESS_BYTES = 112 << 20
+# What Python, MLX and mlx-lm take while they run, and for each layer; and what they take before a
+# model is loaded, where the loader's budget starts (measured on Linux with mlx 0.32).
+PROCESS_BYTES, LAYER_BYTES = 87 << 20, 256 << 10
 PROCESS_BEFORE = 75 << 20
-# Waiting for the router's choice, a layer and token.
-READBACK_S = 0.25e-3
+# The engine's own: freed buffers that MLX may keep, and a thread's buffer for unaligned ranges.
+FREED_BYTES = 8 << 20
+READ_BUFFER = 4 << 20
+# Waiting for the router's choice and mapping it to slots, a token and layer that is not whole in
+# memory: as reported for Metal, and as measured on a CPU of 2.4 GHz.
+READBACK_S = 0.25e-3 if files.MACOS else 0.6e-3
 DEFAULT_MEMORY_RATE = 60e9
-THREADS = 4
 # Below these gains a plan does not recommend the work.
 _WORTH_SIDE_FILE, _WORTH_ORDER = 1.05, 1.03
 
@@ -87,14 +90,16 @@ class Assumptions:
 
     Args:
         law: depth (reads at a time) → the drive's constants.
-        compute_s: seconds a token without reads; None estimates it from the bytes that a token
-            touches and ``memory_rate``.
+        limit: bytes a second that the drive is held to beside; None where it is not.
+        compute_s: seconds a token with every expert in memory; None estimates it from the bytes
+            that a token touches and ``memory_rate``.
         memory_rate: bytes a second at which the processor reads weights.
         context, chunk: positions of context and tokens of a prefill chunk to make room for.
         notes: sentences on where the figures come from.
     """
 
     law: Callable[[float], Law] = field(default=lambda depth: DEFAULT_LAW, repr=False)
+    limit: float | None = None
     compute_s: float | None = None
     memory_rate: float = DEFAULT_MEMORY_RATE
     context: int = PLANNED_CONTEXT
@@ -161,8 +166,7 @@ def make_plan(
             "least_memory_bytes": least,
         },
         "drive": {
-            "t_op_s": assume.law(THREADS).t_op,
-            "bytes_per_s": assume.law(THREADS).bandwidth,
+            **law_document(assume.law(THREADS)),
             "free_bytes": free_bytes,
         },
         "rows": every,
@@ -177,22 +181,21 @@ def curve_hit_rate(resident: float) -> float:
     return float(np.interp(resident, x, y))
 
 
-def _context(model: Model, assume: Assumptions) -> int:
-    """Bytes of the KV cache and of what a prefill chunk uses and frees."""
-    geometry = model.geometry
-    chunk = min(assume.chunk, assume.context)
-    return assume.context * geometry.kv_bytes + geometry.transient(chunk, assume.context)
-
-
 def _reserved(model: Model, assume: Assumptions) -> int:
     """What the loader keeps out of a memory limit before it gives the rest to slots."""
-    return PROCESS_BEFORE + model.dense_bytes + WORKING_BYTES + _context(model, assume)
+    beside = model.geometry.beside_weights(assume.context, assume.chunk, WORKING_BYTES)
+    return PROCESS_BEFORE + model.dense_bytes + beside
 
 
 def _memory(model: Model, assume: Assumptions, slots: Sequence[int]) -> int:
     """Peak bytes of the process."""
-    slotted = slot_bytes(list(model.layers.values()), slots)
-    return PROCESS_BYTES + model.dense_bytes + slotted + _context(model, assume)
+    shapes = list(model.layers.values())
+    chunk = min(assume.chunk, assume.context)
+    working = min(FREED_BYTES, model.geometry.transient(chunk, assume.context))
+    working += (THREADS + 1) * min(READ_BUFFER, max(s.expert_bytes for s in shapes))
+    beside = model.geometry.beside_weights(assume.context, assume.chunk, working)
+    process = PROCESS_BYTES + LAYER_BYTES * len(shapes)
+    return process + model.dense_bytes + slot_bytes(shapes, slots) + beside
 
 
 def _row(
@@ -204,28 +207,23 @@ def _row(
     perms: Perms | None,
 ) -> dict[str, Any]:
     shapes = list(model.layers.values())
+    own = dict(zip(model.layers, slots, strict=True))
     if trace is None:
-        # Layers in unlike numbers of slots count by what a token asks of each.
-        rates = [curve_hit_rate(n / s.experts) for n, s in zip(slots, shapes, strict=True)]
-        wanted = [s.top_k for s in shapes]
-        hit = float(np.average(rates, weights=wanted))
-        missed = [(1.0 - r) * s.top_k for r, s in zip(rates, shapes, strict=True)]
-        misses = sum(missed)
-        nbytes = sum(m * s.expert_bytes for m, s in zip(missed, shapes, strict=True))
+        missed = {
+            layer: misses_at(curve_hit_rate(own[layer] / s.experts), s.top_k)
+            for layer, s in model.layers.items()
+        }
         chained = None
     else:
-        setup = Setup(slots=dict(zip(model.layers, slots, strict=True)))
-        decode = replay(trace, setup).decode
-        hit = decode.hit_rate
-        misses, nbytes = decode.per_token("misses"), decode.per_token("bytes")
-        chained = _chained(trace, setup, perms)
-    compute = _compute(model, assume)
-    # In one layer, so many experts are missed at a time; their reads are under way together.
-    at_once = max(1.0, misses / len(shapes))
-    shards = assume.law(min(THREADS, at_once * model.pieces))
-    side = assume.law(min(THREADS, at_once))
-    slow = compute + shards.seconds(misses * model.pieces, nbytes)
-    fast = compute + side.seconds(misses, nbytes)
+        missed = misses_of(trace, own)
+        chained = _chained(trace, Setup(slots=own), perms)
+    hit = hit_rate(missed.values())
+    misses = sum(one.per_token for one in missed.values())
+    nbytes = sum(one.per_token * model.layers[y].expert_bytes for y, one in missed.items())
+    pace = _pace(model, assume, own)
+    compute = pace.dense_s + pace.experts_s
+    slow = pace.seconds(missed, model.pieces)
+    fast = pace.seconds(missed, 1.0)
     row = {
         "resident": round(resident, 4),
         "slots_per_layer": round(sum(slots) / len(slots), 2),
@@ -243,9 +241,12 @@ def _row(
     if chained is not None:
         before, after, more = chained
         row["reads_per_token_ids"], row["reads_per_token_chain"] = round(before, 3), round(after, 3)
-        took = compute + side.seconds(after, more)
-        row["tps_chain"] = round(1.0 / took, 3)
-        row["tps_side_file"] = round(1.0 / (compute + side.seconds(before, nbytes)), 3)
+        if misses:
+            fast = pace.seconds(missed, before / misses)
+            took = pace.seconds(missed, after / misses, stretch=more / nbytes)
+        else:
+            took = fast
+        row["tps_side_file"], row["tps_chain"] = round(1.0 / fast, 3), round(1.0 / took, 3)
     return row
 
 
@@ -258,11 +259,14 @@ def _chained(trace: Trace, setup: Setup, perms: Perms | None) -> tuple[float, fl
     return ids.per_token("reads"), chain.per_token("reads"), chain.per_token("bytes")
 
 
-def _compute(model: Model, assume: Assumptions) -> float:
-    if assume.compute_s is not None:
-        return assume.compute_s
+def _pace(model: Model, assume: Assumptions, slots: Mapping[int, int]) -> Pace:
+    """Computing takes as long as going through the weights that a token touches."""
     touched = model.dense_bytes + model.token_bytes
-    return touched / assume.memory_rate + READBACK_S * len(model.layers)
+    compute = touched / assume.memory_rate if assume.compute_s is None else assume.compute_s
+    experts = compute * model.token_bytes / touched
+    part = sum(slots[layer] < s.experts for layer, s in model.layers.items())
+    dense = compute - experts + READBACK_S * part
+    return Pace(model.layers, dense, experts, assume.law, assume.limit)
 
 
 def _with_sizes(trace: Trace, model: Model) -> Trace:
@@ -292,13 +296,19 @@ def _assumed(assume: Assumptions, trace: Trace | None) -> list[str]:
         )
     if assume.compute_s is None:
         notes.append(
-            f"compute: a token's weights at {assume.memory_rate / 1e9:.0f} GB/s, and "
-            f"{READBACK_S * 1e3:g} ms a layer to read the router's choice back"
+            f"compute: a token's weights at {assume.memory_rate / 1e9:.0f} GB/s; what you measured "
+            "goes into --compute-ms"
         )
     notes.append(
-        f"memory: {format_size(PROCESS_BYTES)} for Python and MLX, a context of {assume.context} "
-        f"positions in chunks of {assume.chunk}; a limit also keeps {format_size(WORKING_BYTES)} "
-        "of working space free"
+        f"time: {READBACK_S * 1e3:g} ms a layer to read the router's choice back; a layer reads "
+        "while it computes what it has in memory, but experts under a MiB wait for all of theirs"
+    )
+    if assume.limit is not None:
+        notes.append(f"drive: held to {format_size(assume.limit)}/s over a whole token")
+    notes.append(
+        f"memory: {format_size(PROCESS_BYTES)} for Python and MLX, a tokenizer by its entries, a "
+        f"context of {assume.context} positions in chunks of {min(assume.chunk, assume.context)}; "
+        f"a limit also keeps {format_size(WORKING_BYTES)} of working space free"
     )
     return notes
 

@@ -152,6 +152,8 @@ def test_plan_of_a_model_that_is_not_here(capsys, tiny_model, monkeypatch):
         (("probe", "/absent"), "no such folder"),
         (("probe", "/tmp", "--seconds", "0"), "--seconds"),
         (("plan", "--model", "absent/"), "absent"),
+        (("plan", "--model", "demo", "--compute-ms", "0"), "--compute-ms is in milliseconds"),
+        (("plan", "--model", "demo", "--limit", "fast"), "not a size"),
     ],
 )
 def test_what_has_no_meaning_is_one_line(capsys, argv, says):

@@ -7,6 +7,8 @@ import random
 import pytest
 
 from mbolt_mlx.core.budget import (
+    TOKENIZER_ENTRY,
+    TOKENIZER_LOADING,
     Geometry,
     LayerShape,
     geometry_of,
@@ -131,3 +133,17 @@ def test_transients_grow_with_tokens_and_context():
     geometry = Geometry(kv_bytes=10, row_bytes=100, score_bytes=3)
     assert geometry.transient(4, 50) == 4 * (100 + 150)
     assert geometry.transient(0, 50) == 0
+
+
+def test_beside_the_weights_is_the_context_or_a_tokenizer_being_loaded():
+    geometry = Geometry(kv_bytes=1000, row_bytes=100, score_bytes=3)
+    # The cache grows by 256 positions; no chunk is longer than the context.
+    assert geometry.beside_weights(300, 64) == 512 * 1000 + geometry.transient(64, 300)
+    assert geometry.beside_weights(20, 64, 5) == 5 + 256 * 1000 + geometry.transient(20, 20)
+    known = geometry_of({**QWEN3_30B, "vocab_size": 151936}, 2)
+    assert known.vocabulary == 151936 and geometry_of(QWEN3_30B, 2).vocabulary == 0
+    tokens = Geometry(kv_bytes=1, row_bytes=1, score_bytes=1, vocabulary=151936)
+    assert tokens.beside_weights(1, 1) == 151936 * TOKENIZER_LOADING
+    much = 1 << 30
+    later = tokens.beside_weights(1, 1, much) - much
+    assert later == 151936 * TOKENIZER_ENTRY + 256 + tokens.transient(1, 1)
