@@ -14,6 +14,7 @@ from mbolt_mlx.profile.perms import make_perms, read_perms
 from mbolt_mlx.profile.traces import read_trace
 
 HELP = "draw hit rates, reads by layout, predicted against measured, or which experts fire together"
+_SOURCES = {"side_file": "side-file", "shards": "own files"}
 KINDS = ("hits", "layouts", "measured", "coactivation")
 
 
@@ -21,7 +22,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="traces; for `measured`, the JSON of gates"
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="traces; for `measured`, the JSON of gates or of plan_check.py",
     )
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help=".png, .svg or .pdf")
     parser.add_argument("--perms", metavar="FILE", help="for `layouts` (default: of the trace)")
@@ -59,18 +63,25 @@ def _name(path: str) -> str:
 
 
 def _points(path: str) -> list[dict]:
-    """Predicted and measured milliseconds a token in what `gate` wrote."""
+    """Predicted and measured milliseconds a token in what `gate` or plan_check.py wrote."""
     try:
         document = json.loads(Path(path).read_bytes())
+        if "plan_check" in document:
+            rows = document["plan_check"]["rows"]
+            labels = [f"{row['model']}, {_SOURCES[row['source']]}" for row in rows]
+        else:
+            rows = document["rows"]
+            name = document.get("name", Path(path).stem)
+            labels = [f"{name}, {row['layout']}" for row in rows]
         return [
             {
-                "label": f"{document.get('name', Path(path).stem)}, {row['layout']}",
+                "label": label,
                 "predicted": float(row["predicted_ms_per_token"]),
                 "measured": float(row["measured_ms_per_token"]),
             }
-            for row in document["rows"]
+            for label, row in zip(labels, rows, strict=True)
         ]
     except OSError as error:
         raise ReadError(f"cannot open: {error.strerror}", path=path) from error
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-        raise TraceError("not what `gate` wrote", path=path) from None
+        raise TraceError("not what `gate` or plan_check.py wrote", path=path) from None

@@ -18,6 +18,7 @@ from mbolt_mlx.profile.replay import Setup, replay
 from mbolt_mlx.profile.traces import DECODE, Trace
 
 RESIDENTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+_FAR = 10
 _ENDINGS = (".png", ".svg", ".pdf")
 
 
@@ -68,7 +69,7 @@ def layouts(
 
 
 def measured(points: Sequence[Mapping[str, Any]], output: str | Path) -> Path:
-    """Predicted against measured, on a line that both would share.
+    """Predicted against measured, on a line that both would share; far apart, on log scales.
 
     Args:
         points: with ``predicted``, ``measured`` (any one unit) and ``label``.
@@ -78,8 +79,12 @@ def measured(points: Sequence[Mapping[str, Any]], output: str | Path) -> Path:
     for label in dict.fromkeys(p["label"] for p in points):
         mine = [p for p in points if p["label"] == label]
         axis.scatter([p["predicted"] for p in mine], [p["measured"] for p in mine], label=label)
-    most = 1.05 * max(max(p["predicted"], p["measured"]) for p in points)
-    axis.plot([0, most], [0, most], color="grey", linewidth=1)
+    values = [p[key] for p in points for key in ("predicted", "measured")]
+    least, most = 0.0, 1.05 * max(values)
+    if 0 < _FAR * min(values) < most:
+        least = min(values) / 1.05
+        axis.set(xscale="log", yscale="log")
+    axis.plot([least, most], [least, most], color="grey", linewidth=1)
     axis.grid(alpha=0.3)
     axis.legend()
     return _save(figure, output)

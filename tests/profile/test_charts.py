@@ -49,6 +49,25 @@ def test_predicted_against_measured(tmp_path):
     assert main(argv) == 0
 
 
+def test_a_plan_against_the_engine(tmp_path):
+    rows = [
+        {
+            **{"model": model, "source": source, "predicted_ms_per_token": ms},
+            "measured_ms_per_token": 1.1 * ms,
+        }
+        for model, ms in (("small", 20.0), ("large", 500.0))
+        for source in ("side_file", "shards")
+    ]
+    (tmp_path / "p.json").write_text(json.dumps({"plan_check": {"rows": rows}}))
+    assert main(["plot", "measured", str(tmp_path / "p.json"), "-o", str(tmp_path / "x.svg")]) == 0
+    # Text is drawn as outlines; each is named in a comment.
+    drawn = (tmp_path / "x.svg").read_text()
+    assert "large, side-file" in drawn and "small, own files" in drawn
+    rows[0]["source"] = "nowhere"
+    (tmp_path / "p.json").write_text(json.dumps({"plan_check": {"rows": rows}}))
+    assert main(["plot", "measured", str(tmp_path / "p.json"), "-o", str(tmp_path / "x.svg")]) == 2
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -56,7 +75,7 @@ def test_predicted_against_measured(tmp_path):
         (["coactivation", "TRACE", "--layer", "7", "-o", "x.png"], "no layer 7"),
         (["coactivation", "TRACE", "-o", "absent/x.png"], "absent/x.png: cannot write"),
         (["layouts", "TRACE", "TRACE", "-o", "x.png"], "one trace"),
-        (["measured", "TRACE", "-o", "x.png"], "not what `gate` wrote"),
+        (["measured", "TRACE", "-o", "x.png"], "not what `gate` or plan_check.py wrote"),
         (["measured", "absent", "-o", "x.png"], "absent"),
     ],
 )
