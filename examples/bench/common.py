@@ -20,7 +20,9 @@ if str(ROOT) not in sys.path:  # a checkout works without installation
     sys.path.insert(0, str(ROOT))
 
 from mbolt_mlx.bench import machine, plan, report, tokens  # noqa: E402
-from mbolt_mlx.bench.measure import Job  # noqa: E402
+from mbolt_mlx.bench.counters import Counters  # noqa: E402
+from mbolt_mlx.bench.measure import Engine, Job  # noqa: E402
+from mbolt_mlx.cli.arguments import fraction  # noqa: E402
 from mbolt_mlx.core.errors import MboltError  # noqa: E402
 
 RIVAL = HERE / "rival_mlxvlm.py"
@@ -53,14 +55,32 @@ class Limits:
         return "-".join(parts) or "bare"
 
 
-def parser_of(doc: str, *, pairs: int = 7, prefill: int = 32, decode: int = 32):
-    """A parser with the options that every script takes."""
+def parser_of(
+    doc: str,
+    *,
+    pairs: int = 7,
+    prefill: int = 32,
+    decode: int = 32,
+    residents: str | None = None,
+    models: bool = False,
+):
+    """A parser with the options that every script takes.
+
+    With ``residents``, its default, --resident takes several fractions; with ``models``, --models
+    takes several folders in place of --model.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder of a model of make_model.py")
-    add("--resident", type=float, default=0.2, help="default: %(default)s")
+    if models:
+        add("--models", type=Path, nargs="+", required=True, help="folders of make_model.py")
+    else:
+        add("--model", type=Path, required=True, help="folder of a model of make_model.py")
+    if residents is None:
+        add("--resident", type=float, default=0.2, help="default: %(default)s")
+    else:
+        add("--resident", type=fractions, default=residents, help="default: %(default)s")
     add("--memory", default="1300M", help="kernel memory limit (default: %(default)s); none")
     add("--read-mbps", type=int, help="limit of the drive, 10^6 bytes a second")
     add("--read-iops", type=int, help="limit of the drive, reads a second")
@@ -71,6 +91,11 @@ def parser_of(doc: str, *, pairs: int = 7, prefill: int = 32, decode: int = 32):
     add("--rival-python", type=Path, default=RIVAL_PYTHON, help="python with mlx-vlm 0.7.10")
     add("--out", type=Path, help="where the JSON goes (default: results/ with a speaking name)")
     return parser
+
+
+def fractions(text: str) -> list[float]:
+    """Several residencies, comma-separated."""
+    return [fraction(part) for part in text.split(",")]
 
 
 def limits_of(args: argparse.Namespace) -> Limits:
@@ -84,13 +109,23 @@ def side_file(model: Path) -> Path:
     path = model.resolve().with_name(model.name + "-side") / "experts.safetensors"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = ["coalesce", "--model", str(model), "-o", str(path), "--yes"]
-        subprocess.run(
-            [sys.executable, "-m", "mbolt_mlx.cli.main", *command],
-            check=True,
-            env=plan.environment(),
-        )
+        product("coalesce", "--model", model, "-o", path, "--yes")
     return path
+
+
+def product(*arguments: Any, prefix: Sequence[str] = ()) -> str:
+    """Run ``mbolt-mlx ARGUMENTS`` and return what it prints on stdout."""
+    return _run([*prefix, sys.executable, "-m", "mbolt_mlx.cli.main", *map(str, arguments)])
+
+
+def script(path: str, *arguments: Any) -> str:
+    """Run a script of this folder and return what it prints on stdout."""
+    return _run([sys.executable, path, *map(str, arguments)])
+
+
+def _run(command: Sequence[str]) -> str:
+    options = {"stdout": subprocess.PIPE, "text": True, "env": plan.environment()}
+    return subprocess.run(command, check=True, **options).stdout
 
 
 def job_of(args: argparse.Namespace, **changes: Any) -> Job:
@@ -185,6 +220,22 @@ def probe(limits: Limits, kind: str, *options: Any) -> dict[str, Any]:
         [*limits.prefix(path), *command], stdout=subprocess.PIPE, check=True, text=True
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def decode_block(
+    engine: Engine, cache: list[Any], ids: Sequence[int]
+) -> tuple[Counters, list[bytes]]:
+    """Decode ``ids`` in this process; what it took, and each position's logits."""
+    import mlx.core as mx
+    import numpy as np
+
+    logits = []
+    before = Counters.read()
+    for token in ids:
+        logits.append(engine.forward(mx.array([[token]]), cache)[0, -1])
+        mx.eval(logits[-1])
+    took = Counters.read().since(before)
+    return took, [np.array(row).tobytes() for row in logits]
 
 
 def good(runs: Sequence[dict[str, Any]], engine: str) -> list[dict[str, Any]]:

@@ -11,28 +11,11 @@ the same bytes. Needs memory for the model twice.
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import common
 
 from mbolt_mlx.bench import measure, worker
 
 BLOCK = 16
-
-
-def block(engine: Any, cache: list[Any], ids: list[int]) -> tuple[float, list[bytes]]:
-    """Decode ``ids``; seconds, and each position's logits."""
-    import mlx.core as mx
-    import numpy as np
-
-    logits = []
-    started = time.perf_counter()
-    for token in ids:
-        logits.append(engine.forward(mx.array([[token]]), cache)[0, -1])
-        mx.eval(logits[-1])
-    seconds = time.perf_counter() - started
-    return seconds, [np.array(row).tobytes() for row in logits]
 
 
 def main() -> int:
@@ -52,7 +35,8 @@ def main() -> int:
         order = list(engines) if first // BLOCK % 2 == 0 else list(reversed(engines))
         times, logits = {}, {}
         for name in order:
-            times[name], logits[name] = block(engines[name], caches[name], ids)
+            took, logits[name] = common.decode_block(engines[name], caches[name], ids)
+            times[name] = took.time_s
         same = same and logits["mbolt"] == logits["mlx-lm"]
         blocks.append({"tokens": len(ids), "first": order[0], "seconds": times})
     total = {name: sum(b["seconds"][name] for b in blocks) for name in engines}

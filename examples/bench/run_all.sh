@@ -4,7 +4,8 @@
 #   examples/bench/run_all.sh MODELS [PART...]
 #
 # MODELS   a folder for the models (about 16 GB; made on first use)
-# PART     models compare prefill law interleaved memory overhead bench   (default: all of these)
+# PART     models compare prefill law interleaved memory overhead bench plan policies trace
+#          (default: all of these)
 #          gate (18 GB of scratch in MODELS, 20 min), gguf (after mbolt-gguf build-llama, 25 min)
 #
 # PYTHON        python with mbolt-mlx's dependencies (default: python)
@@ -13,8 +14,8 @@
 #
 # Linux, root (control groups), two quiet cores, 10 GB of memory. "memory" does not need quiet.
 # With two cores of 2.4 GHz and a drive of 1 GB/s it takes about: models 2 min, compare 14, prefill
-# 12, law 9, interleaved 3, memory 8, overhead 3, bench 4. A part that misses its target is reported
-# at the end and the exit status is then 1.
+# 12, law 9, interleaved 3, memory 8, overhead 3, bench 4, plan 6, policies 6, trace 6. A part that
+# misses its target is reported at the end and the exit status is then 1.
 set -uo pipefail
 
 models=${1:?"usage: run_all.sh MODELS [PART...]"}
@@ -94,6 +95,18 @@ part_bench() {
     --json $results/bench-q8.json
 }
 
+part_plan() {
+  run examples/bench/plan_check.py --models "$models"
+}
+
+part_policies() {
+  run examples/bench/policy_speed.py --model "$models/f32" --read-mbps 400
+}
+
+part_trace() {
+  run examples/bench/trace_cost.py --models demo "$models/q8"
+}
+
 part_gate() {
   for name in qwen3-30b gpt-oss; do
     run examples/bench/gate.py $name --scratch "$models" --read-mbps 400
@@ -106,7 +119,7 @@ part_gguf() {
   run examples/bench/gguf_prefetch.py --models "$models" --modes willneed --decode 32
 }
 
-[ $# -gt 0 ] || set -- models compare prefill law interleaved memory overhead bench
+[ $# -gt 0 ] || set -- models compare prefill law interleaved memory overhead bench plan policies trace
 for part in "$@"; do
   declare -F "part_$part" >/dev/null || { echo "run_all.sh: no part $part" >&2; exit 2; }
 done

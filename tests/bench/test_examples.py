@@ -1,5 +1,6 @@
 """The scripts of examples/bench, as far as they can be checked without timing anything."""
 
+import argparse
 import importlib
 import json
 import os
@@ -71,6 +72,72 @@ def test_ratio_of_pairs_skips_rounds_that_failed(script):
     ratio = common.pair_ratio(runs, "decode_tps")
     assert ratio == {"median": 2.0, "min": 2.0, "max": 2.0, "count": 1}
     assert common.pair_ratio(runs[2:], "decode_tps") is None
+
+
+def test_a_trace_is_of_other_tokens_than_the_runs(script, tiny_model, tmp_path):
+    record = script("record")
+    from mbolt_mlx.profile.traces import read_trace
+
+    trace = read_trace(record.record(tiny_model, tmp_path / "t", 5, 7))
+    # The last token of a prompt goes through by itself, as a decoded one does.
+    assert (trace.tokens("prefill"), trace.tokens("decode")) == (4, 8)
+    args = argparse.Namespace(model=tiny_model, prefill=5, decode=7)
+    common = script("common")
+    theirs = common.tokens.forced_tokens(12, common.tokens.vocabulary(tiny_model))
+    assert record.held_out(args) != theirs and len(record.held_out(args)) == 12
+
+
+def test_a_plan_beside_its_runs(script):
+    check = script("plan_check")
+    keys = {"memory_bytes": 105, "hit_rate": 0.5, "tps_side_file": 8.0, "tps_shards": 4.0}
+    rows = [{"resident": r, **keys} for r in (0.2, 0.5)]
+    rows.insert(1, {"resident": 0.2, "memory_limit": 1, **keys, "tps_shards": 99.0})
+    plans = {"bare": {"rows": rows}, "limited": {"rows": rows}, "compute_ms": 50.0}
+    runs = [
+        {
+            **{"setting": setting, "peak_rss_bytes": peak, "decode_hit_rate": 0.5, "cold": True},
+            "decode_tps": 10.0,
+        }
+        for setting in range(5)
+        for peak in (90, 100)
+    ]
+    found = check.compared(argparse.Namespace(resident=[0.2, 0.5]), "m", runs, plans)
+    assert [(r["resident"], r["source"]) for r in found] == [
+        *((0.2, "side_file"), (0.2, "shards"), (0.5, "side_file"), (0.5, "shards"))
+    ]
+    assert found[0]["tps_error"] == pytest.approx(-0.2)
+    assert found[1]["tps_error"] == pytest.approx(-0.6)
+    assert found[0]["memory_error"] == pytest.approx(0.05)  # against the highest peak
+    assert found[0]["predicted_ms_per_token"] == 125 and found[0]["measured_ms_per_token"] == 100
+
+
+def test_a_policy_beside_lru(script):
+    speed = script("policy_speed")
+    runs = []
+    for n, tps in enumerate((10.0, 8.0)):
+        for policy, factor in (("lru", 1.0), ("decayed", 1.25), ("markov", 1.0)):
+            runs.append(
+                {
+                    **{"round": n, "policy": policy, "decode_tps": factor * tps, "cold": True},
+                    **{"decode_hit_rate": 0.5, "decode_misses_per_token": 3.0},
+                    "decode_bytes_per_token": 6e6 if policy == "decayed" else 8e6,
+                }
+            )
+    costs = {"lru": 0.001, "decayed": 0.0015, "markov": 0.003}
+    lru, decayed, markov = speed.compared(runs, 0.2, costs, 200e6)
+    assert lru["ratio"]["median"] == markov["ratio"]["max"] == 1.0
+    assert decayed["ratio"]["min"] == decayed["ratio"]["max"] == pytest.approx(1.25)
+    assert decayed["reads_ms"] == pytest.approx(10) and markov["choosing_ms"] == pytest.approx(2)
+    assert decayed["saved_ms"]["median"] == pytest.approx((20 + 25) / 2)
+
+
+def test_what_a_trace_costs_is_of_blocks_that_were_recorded(script, tiny_model):
+    cost = script("trace_cost")
+    args = argparse.Namespace(prefill=4, decode=3, pairs=2, block_seconds=0.0)
+    found = cost.cost(args, tiny_model, 0.5)
+    assert found["tokens_a_block"] == found["recorded_tokens"] == 3
+    assert len(found["pairs"]) == 2 and found["ratio_time_s"]["count"] == 2
+    assert found["trace_bytes_per_token"] > 0 and found["alone_s_per_token"] > 0
 
 
 def test_limits_as_a_command(script):
