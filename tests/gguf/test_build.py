@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -183,6 +184,65 @@ def test_compiling_and_its_errors(tmp_path):
     (source / "CMakeLists.txt").write_text("message(FATAL_ERROR no)\n")
     with pytest.raises(BuildError, match="CMake Error at CMakeLists.txt:1"):
         compile.configure(source, binary, [], log)
+
+
+SMALLER = ("server-context", "llama-server-impl", "llama-cli-impl", "mtmd", "cpp-httplib")
+FILES = {
+    "ggml": ["ggml.cpp", "gguf.cpp"],
+    "llama": ["llama.cpp", "llama-graph.cpp", "llama-kv-cache-dsv4.cpp"],
+    "llama-common": ["arg.cpp", "chat.cpp", "json.cpp"],
+    **{name: [f"{name}-1.cpp", f"{name}-2.cpp"] for name in SMALLER},
+}
+
+
+@pytest.fixture
+def compilers(tmp_path):
+    """Configure our driver around empty files by llama.cpp's names; target → file → command."""
+    if shutil.which("cmake") is None:
+        pytest.skip("there is no cmake")
+    tree = tmp_path / "tree"
+    (tree / "include").mkdir(parents=True)
+    (tree / "include" / "llama.h").write_text("")
+    for name in (name for names in FILES.values() for name in names):
+        (tree / name).write_text("")
+    lines = [f"add_library({name} STATIC {' '.join(FILES[name])})" for name in FILES]
+    # As upstream does.
+    lines.append("set_source_files_properties(llama.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)")
+    (tree / "CMakeLists.txt").write_text("\n".join(lines) + "\n")
+
+    def commands(*more):
+        binary, log = tmp_path / f"binary{len(more)}", tmp_path / "log"
+        options = [f"-DLLAMA_TREE={tree}", "-DCMAKE_BUILD_TYPE=Release", *more]
+        options.append("-DCMAKE_EXPORT_COMPILE_COMMANDS=ON")
+        compile.configure(Pin.read().folder / "driver", binary, options, log)
+        found = {}
+        for entry in json.loads((binary / "compile_commands.json").read_text()):
+            target = re.search(r"CMakeFiles/([\w-]+)\.dir/", entry["command"])[1]
+            found.setdefault(target, {})[Path(entry["file"]).name] = entry["command"]
+        return found
+
+    return commands
+
+
+def test_files_are_joined_and_only_what_is_around_the_library_is_optimized_less(compilers):
+    found = compilers()
+    assert found["ggml"].keys() == set(FILES["ggml"])
+    alone = {name for target in found.values() for name in target if not name.startswith("unity")}
+    assert alone == {*FILES["ggml"], "llama-kv-cache-dsv4.cpp", "json.cpp", "driver.cpp",
+                     "cpp-httplib-1.cpp", "cpp-httplib-2.cpp"}  # fmt: skip
+    assert all(len(found[name]) == 2 for name in ("llama", "llama-common"))
+    levels = {
+        target: {re.findall(r"-O\d", command)[-1] for command in commands.values()}
+        for target, commands in found.items()
+    }
+    less = {"llama-common", *SMALLER}
+    assert levels == {name: {"-O1" if name in less else "-O3"} for name in levels}
+
+
+def test_the_quick_build_can_be_left(compilers):
+    found = compilers("-DMBOLT_QUICK=OFF")
+    assert all(found[target].keys() == set(names) for target, names in FILES.items())
+    assert not any("-O1" in text for commands in found.values() for text in commands.values())
 
 
 def test_flags_decide_the_key_and_not_the_series():
