@@ -153,7 +153,7 @@ def main() -> int:
         __doc__, pairs=3, prefill=16, decode=16, residents="0.2,0.5", models=True
     )
     parser.add_argument("--trace-tokens", type=int, default=48, help="default: %(default)s")
-    parser.add_argument("--probe-seconds", type=float, default=8, help="default: %(default)s")
+    parser.add_argument("--probe-seconds", type=float, default=5, help="default: %(default)s")
     parser.set_defaults(memory="none", read_mbps=400)
     args = parser.parse_args()
     if not all(0 < resident < 1 for resident in args.resident):

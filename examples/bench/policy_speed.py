@@ -90,7 +90,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = common.parser_of(__doc__, pairs=3, prefill=16, decode=16, residents="0.1,0.2,0.3")
+    parser = common.parser_of(__doc__, pairs=2, prefill=12, decode=24, residents="0.1,0.2,0.3")
     parser.add_argument("--trace-tokens", type=int, default=64, help="default: %(default)s")
     parser.set_defaults(read_mbps=400)
     args = parser.parse_args()
