@@ -84,6 +84,12 @@ def measured(points: Sequence[Mapping[str, Any]], output: str | Path) -> Path:
     if 0 < _FAR * min(values) < most:
         least = min(values) / 1.05
         axis.set(xscale="log", yscale="log")
+        from matplotlib import ticker  # _figure has found it
+
+        for one in (axis.xaxis, axis.yaxis):
+            one.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            one.set_major_formatter("{x:g}")
+            one.set_minor_formatter(ticker.NullFormatter())
     axis.plot([least, most], [least, most], color="grey", linewidth=1)
     axis.grid(alpha=0.3)
     axis.legend()
