@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mbolt_gguf.blocks import AUTO, WHOLE, choose_blocks
 from mbolt_gguf.build import binary
-from mbolt_gguf.experts import find_experts
+from mbolt_gguf.experts import MoeLayer, find_experts
 from mbolt_gguf.interleaved import KEY_INTERLEAVED
 from mbolt_gguf.model import Model
 from mbolt_gguf.prefetch_map import is_stale, map_path, write_map
 from mbolt_mlx.core.errors import BuildError
+from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.mblt import is_mblt
 from mbolt_mlx.profile.trace_file import refuse_other
 
@@ -45,12 +47,27 @@ class Prefetch:
         threads: reads at a time.
         advice: ``random`` turns readahead off in the experts' part of the memory map.
         stats: print totals at the end.
+        blocks: how the blocks of an interleaved file are read: of `BLOCKS`, or "auto".
+        law: of the drive, for "auto".
     """
 
     mode: str = "read"
     threads: int = 4
     advice: str = "random"
     stats: bool = False
+    blocks: str = AUTO
+    law: Law | None = None
+
+    def blocks_of(self, layers: Sequence[MoeLayer]) -> str | None:
+        """How the blocks of ``layers`` are to be read; None for what the map that is there says.
+
+        Nothing is computed while reads are waited for, so there is nothing to gain from slices.
+        """
+        if self.blocks != AUTO:
+            return self.blocks
+        if self.law is None:
+            return None
+        return choose_blocks(layers, self.law) if self.mode == "willneed" else WHOLE
 
     def environment(self, path: Path) -> dict[str, str]:
         """The patches' variables, for the map ``path``."""
@@ -95,7 +112,8 @@ def prepare(
 ) -> Launch:
     """The launch of the built ``name`` with the model ``path`` and the user's ``flags``.
 
-    The prefetch map is written first when it is missing or stale. A model without experts gets no
+    The prefetch map is written first when it is missing or stale, or reads blocks in another way
+    than ``prefetch`` asks for. A model without experts gets no
     map, and none of our flags.
 
     Raises:
@@ -107,15 +125,16 @@ def prepare(
     model = Model.open(path)
     ours: list[str] = []
     environment = dict(os.environ)
-    if find_experts(model):
+    layers = find_experts(model)
+    if layers:
         wanted = {**_FLAGS, **(_INTERLEAVED if model.get(KEY_INTERLEAVED) else {})}
         for flag, same in wanted.items():
             if not any(given.partition("=")[0] in same for given in flags):
                 ours += flag
         if prefetch is not None:
-            place = map_path(model)
-            if is_stale(model):
-                write_map(model)
+            place, blocks = map_path(model), prefetch.blocks_of(layers)
+            if is_stale(model, blocks=blocks):
+                write_map(model, blocks=blocks or WHOLE)
             environment |= prefetch.environment(place)
     if trace is not None:
         refuse_other(trace, is_mblt)

@@ -12,6 +12,11 @@ nanoseconds, u32 path length, path (absolute, UTF-8); for each record u32 layer,
 n_expert_used, u64 base, slice bytes, stride.
 
 Expert e's bytes are the slice bytes at base + e · stride.
+
+The prefetcher joins neighbouring ranges of a layer in one file of the map. It reads file by file in
+the order of the map, and a file by rising place. Where blocks of interleaved experts are read slice
+by slice (blocks.py), version 3 therefore names the model's files once for each slice of a block:
+the first slices of all chosen experts are read before the second ones, and not joined with them.
 """
 
 from __future__ import annotations
@@ -22,10 +27,18 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from mbolt_gguf.blocks import BLOCKS, SLICES, WHOLE, ranges_in
 from mbolt_gguf.experts import MoeLayer, find_experts
 from mbolt_gguf.model import Model
 from mbolt_mlx.core import files
-from mbolt_mlx.core.errors import GgufError, MboltError, OutputError, ReadError, UnsupportedError
+from mbolt_mlx.core.errors import (
+    GgufError,
+    MboltError,
+    OutputError,
+    ReadError,
+    UnsupportedError,
+    UsageError,
+)
 from mbolt_mlx.core.output import write_whole
 from mbolt_mlx.core.places import cache_folder
 
@@ -70,8 +83,14 @@ class PrefetchMap:
     records: tuple[Record, ...]
 
 
-def make_map(model: Model, *, version: int | None = None) -> bytes:
+def make_map(model: Model, *, version: int | None = None, blocks: str = WHOLE) -> bytes:
     """The map of ``model``, in version 2 where that can say it and else in version 3.
+
+    Args:
+        model: of any layout.
+        version: 2 or 3.
+        blocks: of `BLOCKS`: how the blocks of interleaved experts are read. Other experts are read
+            slice by slice whatever it says.
 
     Raises:
         UnsupportedError: when the model has no experts, or ``version`` 2 was asked for and cannot
@@ -81,29 +100,32 @@ def make_map(model: Model, *, version: int | None = None) -> bytes:
     layers = find_experts(model)
     if version not in (None, 2, 3):
         raise UnsupportedError("no such prefetch map", expected="version 2 or 3", found=version)
-    reason = _not_in_version_2(model, layers)
+    if blocks not in BLOCKS:
+        raise UsageError(f"unknown blocks {blocks!r}", expected=" or ".join(BLOCKS))
+    reason = _not_in_version_2(model, layers, blocks)
     if version == 2 and reason:
         raise UnsupportedError(
             f"version 2 of the prefetch map cannot hold this model: {reason}", path=model.path
         )
     if version != 3 and not reason:
         return _version_2(model, layers)
+    found = [(layer, r) for layer in layers for r in ranges_in(layer, blocks, len(model.files))]
     records = [
-        _RECORD.pack(
-            layer.layer, s.tensor.file, layer.experts, layer.top_k, s.offset(0), s.nbytes, s.stride
-        )
-        for layer in layers
-        for s in layer.weights
+        _RECORD.pack(layer.layer, r.file, layer.experts, layer.top_k, r.base, r.nbytes, r.stride)
+        for layer, r in found
     ]
-    parts = [_HEAD_3.pack(MAGIC, 3, len(model.files), len(records), 0)]
-    for file in model.files:
+    named = model.files * (1 + max(r.file for _, r in found) // len(model.files))
+    parts = [_HEAD_3.pack(MAGIC, 3, len(named), len(records), 0)]
+    for file in named:
         path = _path_bytes(file.path)
         parts += [_FILE.pack(file.size, file.mtime_ns, len(path)), path]
     return b"".join(parts + records)
 
 
-def _not_in_version_2(model: Model, layers: tuple[MoeLayer, ...]) -> str | None:
+def _not_in_version_2(model: Model, layers: tuple[MoeLayer, ...], blocks: str) -> str | None:
     """Why version 2 cannot hold the map of ``model``, if it cannot."""
+    if blocks == SLICES and any(y.interleaved for y in layers):
+        return "its blocks are read slice by slice"
     if model.split:
         return "the model is split"
     if [y.layer for y in layers] != list(range(len(layers))):
@@ -185,7 +207,13 @@ def map_path(model: Model) -> Path:
     return cache_folder() / "maps" / f"{model.stamp[:16]}-{place}.mbpf"
 
 
-def write_map(model: Model, path: str | Path | None = None, *, version: int | None = None) -> Path:
+def write_map(
+    model: Model,
+    path: str | Path | None = None,
+    *,
+    version: int | None = None,
+    blocks: str = WHOLE,
+) -> Path:
     """Write the map of ``model``, by default to `map_path`, whole or not at all; return its place.
 
     Raises:
@@ -201,15 +229,17 @@ def write_map(model: Model, path: str | Path | None = None, *, version: int | No
             "another file is there already, and it is not a prefetch map",
             path=target, hint="choose another name or remove it",
         )  # fmt: skip
-    data = make_map(model, version=version)
+    data = make_map(model, version=version, blocks=blocks)
     files.make_folder(target.parent)
     write_whole(target, data)
     return target
 
 
-def is_stale(model: Model, path: str | Path | None = None) -> bool:
+def is_stale(model: Model, path: str | Path | None = None, *, blocks: str | None = None) -> bool:
     """Whether the map ``path`` (by default at `map_path`) is absent, damaged, or not what would be
     written now, in the version that it has: other files, places, and in version 3 sizes and times.
+
+    With ``blocks``, also whether it reads blocks in another way.
 
     Raises:
         UnsupportedError, GgufError: as `make_map`.
@@ -219,7 +249,12 @@ def is_stale(model: Model, path: str | Path | None = None) -> bool:
         found = files.read_whole(target, limit=_SIZE_MAX)
     except ReadError:
         return True
-    return found not in (make_map(model), make_map(model, version=3))
+    fresh = [
+        make_map(model, version=version, blocks=way)
+        for way in (BLOCKS if blocks is None else (blocks,))
+        for version in (None, 3)
+    ]
+    return found not in fresh
 
 
 def _may_replace(path: Path) -> bool:

@@ -6,15 +6,18 @@
 
 A random qwen3moe model of about 1.1 GB is made in MODELS once (24 layers x 64 experts, three slices
 of 221 KB each), profiled and rewritten. Settings: stock mmap (unmodified library), and with the
-prefetcher: the file as it is, reordered (chain+pipeline), interleaved (interleave+chain). All
+prefetcher: the file as it is, reordered (chain+pipeline), interleaved (interleave+chain) and its
+blocks read whole, or slice by slice (interleave-slices). All
 follow the same forced tokens with the same warm-up and the same advice, each in a fresh process
 with the page cache dropped, --share of the file's size as memory (page cache included) and
 readahead 128 KiB; drives: bare, 400 MB/s, 2,000 reads a second.
 
 "wanted" reads are ranges of chosen experts, neighbours merged, whether in memory or not; they
 depend on tokens and layout alone and must be what the replay says. "issued" is what was not in
-memory; the replay of it is one pool of all layers, least recently used out first, as large as what
-the memory limit leaves. Needs Linux, root, and `mbolt-gguf build-llama`.
+memory; the replay of it is that of Linux's two lists of pages, in what the memory limit leaves
+(--overhead-mib). --kept is the share of pages that the machine spares at the end of a list for no
+reason of ours: with DAMON watching (a thread kdamond), about one in 500. Needs Linux, root, and
+`mbolt-gguf build-llama`.
 """
 
 from __future__ import annotations
@@ -39,16 +42,19 @@ sys.path.insert(0, str(common.ROOT / "examples" / "gguf"))
 from random_gguf import write_gguf  # noqa: E402
 from random_shapes import Spec  # noqa: E402
 
+from mbolt_gguf.blocks import SLICES, WHOLE  # noqa: E402
 from mbolt_gguf.build import binary  # noqa: E402
 from mbolt_gguf.evaluate import DRIVER, STOCK_DRIVER, Way, evaluate  # noqa: E402
 from mbolt_gguf.experts import find_experts  # noqa: E402
 from mbolt_gguf.model import Model  # noqa: E402
-from mbolt_gguf.predict import predict  # noqa: E402
+from mbolt_gguf.permute import stored_orders  # noqa: E402
+from mbolt_gguf.predict import predict_pages  # noqa: E402
 from mbolt_gguf.prefetch_map import write_map  # noqa: E402
 from mbolt_gguf.rewrite import rewrite  # noqa: E402
 from mbolt_mlx.core.errors import UsageError  # noqa: E402
 from mbolt_mlx.core.sizes import format_size  # noqa: E402
 from mbolt_mlx.profile.perms import make_perms  # noqa: E402
+from mbolt_mlx.profile.traces import Pass, Trace  # noqa: E402
 
 SPEC = Spec(
     quant="Q4_0", layers=24, experts=64, top_k=8, embd=768, ff=768, ff_exp=512, heads=12,
@@ -56,6 +62,8 @@ SPEC = Spec(
 )  # fmt: skip
 SMALL = replace(SPEC, layers=4, experts=16, top_k=4)
 LAYOUTS = {"prefetch": None, "reorder": "chain+pipeline", "interleave": "interleave+chain"}
+# Setting → the layout of its file, how its blocks are read.
+WAYS = {**{name: (name, WHOLE) for name in LAYOUTS}, "interleave-slices": ("interleave", SLICES)}
 DRIVES = {
     "bare": common.Limits(),
     "400mbps": common.Limits(read_mbps=400),
@@ -67,15 +75,15 @@ PROFILED = 256  # tokens
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run: stock, or a layout with a mode of the prefetcher."""
+    """One way to run: stock, or one of `WAYS` with a mode of the prefetcher."""
 
-    layout: str
+    way: str
     mode: str | None = None
 
     @property
     def name(self) -> str:
         """For tables."""
-        return f"{self.layout}/{self.mode}" if self.mode else self.layout
+        return f"{self.way}/{self.mode}" if self.mode else self.way
 
 
 def files_of(models: Path, spec: Spec, driver: Path) -> dict[str, Path]:
@@ -98,6 +106,19 @@ def files_of(models: Path, spec: Spec, driver: Path) -> dict[str, Path]:
         for name in missing:
             rewrite(base, perms, made[name], layout=LAYOUTS[name])
     return made
+
+
+def trace_of(path: Path, ids: Sequence[int], way: Way, driver: Path) -> Trace:
+    """What the model in ``path`` chooses, by original expert id. A layout's own trace: another
+    order of the experts rounds differently, and near ties change places."""
+    trace = evaluate(path, ids, way, driver=driver, logits=False).trace
+    model = Model.open(path)
+    orders = stored_orders(model, find_experts(model))
+    passes = (
+        Pass(one.phase, {n: orders[n][at] for n, at in one.chosen.items()}, one.session)
+        for one in trace.passes
+    )
+    return trace.part(passes)
 
 
 def command(binary: Path, model: Path, tokens: Path, args: argparse.Namespace) -> list[str]:
@@ -138,7 +159,7 @@ def run(setting: Setting, words: Sequence[str], env: Mapping[str, str], limits: 
     done = subprocess.run(
         [*limits.prefix(path), *words], capture_output=True, text=True, env=dict(env)
     )
-    entry: dict[str, Any] = {"layout": setting.layout, "mode": setting.mode}
+    entry: dict[str, Any] = {"layout": setting.way, "mode": setting.mode}
     if done.returncode:
         lines = done.stderr.strip().splitlines()[-2:] or ["no message"]
         return {**entry, "error": f"exit {done.returncode}: {' | '.join(lines)}"}
@@ -179,12 +200,15 @@ def ratios(runs: Sequence[Mapping[str, Any]], modes: Sequence[str]) -> dict[str,
     """The figures that have targets, for each mode of the prefetcher."""
     out = {}
     for mode in modes:
-        one, order, block = (f"{layout}/{mode}" for layout in LAYOUTS)
+        one, order, block, slices = (f"{way}/{mode}" for way in WAYS)
         out[mode] = {
             "prefetch_speed_over_stock": ratio(runs, "tok_s", one, "stock"),
             "reorder_speed_over_stock": ratio(runs, "tok_s", order, "stock"),
             "interleave_speed_over_stock": ratio(runs, "tok_s", block, "stock"),
             "interleave_speed_over_prefetch": ratio(runs, "tok_s", block, one),
+            "interleave_slices_speed_over_stock": ratio(runs, "tok_s", slices, "stock"),
+            "interleave_slices_speed_over_prefetch": ratio(runs, "tok_s", slices, one),
+            "interleave_slices_speed_over_interleave": ratio(runs, "tok_s", slices, block),
             "prefetch_reads_over_interleave": ratio(runs, "issued_reads_per_token", one, block),
             "prefetch_bytes_over_interleave": ratio(runs, "issued_bytes_per_token", one, block),
             "reorder_reads_over_prefetch": ratio(runs, "issued_reads_per_token", order, one),
@@ -243,29 +267,40 @@ def table(found: Mapping[str, Any]) -> str:
 def measure(args: argparse.Namespace, paths: Mapping[str, Path], found: Mapping[str, Path]):
     """All drives: name → runs, summary, ratios and replay."""
     modes = args.modes.split(",")
-    settings = [Setting("stock"), *(Setting(layout, m) for m in modes for layout in LAYOUTS)]
+    settings = [Setting("stock"), *(Setting(w, m) for m in modes for w in WAYS)]
     count = PROFILED + args.prefill + args.warmup + args.decode
     ids = common.tokens.forced_tokens(count, args.spec.vocab, seed=SEED)[PROFILED:]
     tokens = args.models / "gguf-bench.tokens"
     tokens.write_bytes(np.asarray(ids, "<u4").tobytes())
     way = Way(batch=64, decode=args.warmup + args.decode)
-    trace = evaluate(paths["prefetch"], ids, way, driver=found[DRIVER], logits=False).trace
+    traces = {name: trace_of(path, ids, way, found[DRIVER]) for name, path in paths.items()}
     opened = {name: Model.open(path) for name, path in paths.items()}
-    maps = {n: write_map(m, args.models / f"{paths[n].stem}.mbpf") for n, m in opened.items()}
-    size = opened["prefetch"].size
-    experts = sum(y.experts * y.expert_bytes for y in find_experts(opened["prefetch"]))
-    memory = int(args.share * size)
+    maps = {}
+    for name, (layout, blocks) in WAYS.items():
+        place = args.models / f"{paths[layout].stem}-{blocks}.mbpf"
+        maps[name] = write_map(opened[layout], place, blocks=blocks)
+    memory = int(args.share * opened["prefetch"].size)
+    budget = memory - (args.overhead_mib << 20)
+    predicted = {
+        name: asdict(
+            predict_pages(
+                traces[layout], opened[layout], budget,
+                skip=args.warmup, blocks=blocks, kept=args.kept,
+            )
+        )
+        for name, (layout, blocks) in WAYS.items()
+    }  # fmt: skip
     out = {}
     for drive in args.drives.split(","):
         limits = replace(DRIVES[drive], memory=f"{memory >> 20}M")
         runs: list[dict[str, Any]] = []
         started, total = time.monotonic(), args.pairs * len(settings)
         for round_, _, setting in common.plan.alternating(settings, args.pairs):
-            layout = "prefetch" if setting.mode is None else setting.layout
+            path = paths[WAYS[setting.way][0] if setting.mode else "prefetch"]
             binary = found[STOCK_DRIVER if setting.mode is None else DRIVER]
-            words = command(binary, paths[layout], tokens, args)
-            env = environment(setting, maps[layout], args)
-            entry = run(setting, words, env, limits, paths[layout])
+            words = command(binary, path, tokens, args)
+            env = environment(setting, maps.get(setting.way), args)
+            entry = run(setting, words, env, limits, path)
             runs.append({"setting": setting.name, "round": round_, **entry})
             left = (time.monotonic() - started) / len(runs) * (total - len(runs))
             said = entry.get("error") or f"{entry['tok_s']:.2f} tok/s"
@@ -275,15 +310,10 @@ def measure(args: argparse.Namespace, paths: Mapping[str, Path], found: Mapping[
                 file=sys.stderr,
                 flush=True,
             )
-        # What is not the experts': the weights that every token needs, and the process itself.
-        budget = memory - (size - experts) - (args.overhead_mib << 20)
-        predicted = {
-            name: asdict(predict(trace, model, budget, skip=args.warmup))
-            for name, model in opened.items()
-        }
         out[drive] = {
             "limits": asdict(limits),
-            "replay_budget_bytes": budget,
+            "replay_memory_bytes": budget,
+            "replay_kept": args.kept,
             "replay": predicted,
             "replay_over_measured": errors(predicted, runs),
             "summary": summary(runs),
@@ -316,7 +346,10 @@ def main() -> int:
     add("--decode", type=int, default=48, help="decoded and counted (default: %(default)s)")
     add("--threads", type=int, default=2, help="of the computation (default: %(default)s)")
     add("--prefetch-threads", type=int, default=4, help="default: %(default)s")
-    add("--overhead-mib", type=int, default=40, help="not for experts, in the replay (%(default)s)")
+    add(
+        "--overhead-mib", type=int, default=33, help="not for the file, in the replay (%(default)s)"
+    )
+    add("--kept", type=float, default=0.002, help="see above (default: %(default)s)")
     add("--out", type=Path, help="where the JSON goes (default: results/gguf-prefetch.json)")
     args = parser.parse_args()
     if unknown := sorted(set(args.drives.split(",")) - set(DRIVES)):
@@ -338,6 +371,7 @@ def main() -> int:
         "machine": machine,
         "model": {**asdict(args.spec), "bytes": size},
         "layouts": LAYOUTS,
+        "ways": WAYS,
         "share": args.share,
         "drives": drives,
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mbolt_gguf.blocks import AUTO
+from mbolt_gguf.cli.blocks import CHOICES, DRIVE_HELP, law_of
 from mbolt_gguf.launch import ADVICES, MODES, Prefetch, prepare
 from mbolt_mlx.core.errors import UsageError
 
@@ -13,6 +15,8 @@ OPTIONS = (
     "--prefetch-mode",
     "--prefetch-threads",
     "--prefetch-advice",
+    "--prefetch-blocks",
+    "--drive",
     "--stats",
     "--trace",
 )
@@ -40,6 +44,15 @@ def add_options(parser: argparse.ArgumentParser, program: str) -> None:
         default=ADVICES[0],
         help="no readahead in the experts' part of the memory map (random), or as usual (none)",
     )
+    group.add_argument(
+        "--prefetch-blocks",
+        choices=CHOICES,
+        default=AUTO,
+        metavar="HOW",
+        help="blocks of an interleaved file: whole, slices, or auto: what suits the mode and "
+        "--drive; without --drive, as in the map that is there",
+    )
+    group.add_argument("--drive", metavar="PROBE.json", help=DRIVE_HELP)
     group.add_argument("--stats", action="store_true", help="print what was read, at the end")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the chosen experts to FILE (MBLT v1)"
@@ -56,7 +69,12 @@ def start(program: str, args: argparse.Namespace) -> int:
     if ours:
         raise UsageError(f"{ours[0]} is not a flag of {program}", hint="it comes before the model")
     prefetch = Prefetch(
-        args.prefetch_mode, args.prefetch_threads, args.prefetch_advice, stats=args.stats
+        args.prefetch_mode,
+        args.prefetch_threads,
+        args.prefetch_advice,
+        stats=args.stats,
+        blocks=args.prefetch_blocks,
+        law=law_of(args.drive),
     )
     launch = prepare(
         program,

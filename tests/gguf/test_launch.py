@@ -10,13 +10,15 @@ import sys
 import pytest
 
 from mbolt_gguf import launch
+from mbolt_gguf.blocks import SLICES, WHOLE
 from mbolt_gguf.build import binaries
 from mbolt_gguf.cli.main import main
 from mbolt_gguf.launch import Prefetch, prepare
 from mbolt_gguf.model import Model
-from mbolt_gguf.prefetch_map import is_stale, map_path, read_map
+from mbolt_gguf.prefetch_map import is_stale, make_map, map_path, read_map
 from mbolt_gguf.rewrite import rewrite
 from mbolt_mlx.core.errors import OutputError
+from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.traces import read_trace
 from tests.gguf.makers import make_gguf
 
@@ -85,6 +87,26 @@ def test_a_stale_map_is_made_again(model, any_binary):
     assert place.read_bytes() == before and not is_stale(Model.open(model))
 
 
+def test_how_blocks_are_read(model, any_binary, tmp_path):
+    done = rewrite(model, None, tmp_path / "i.gguf", layout="interleave", progress=False).paths[0]
+    opened = Model.open(done)
+    whole, slices = make_map(opened), make_map(opened, blocks=SLICES)
+    cheap, costly = Law(1e-9, 1e9), Law(1.0, 1e9)
+    for prefetch, expected in [
+        (Prefetch(), whole),
+        (Prefetch(blocks=SLICES), slices),
+        (Prefetch(), slices),  # a map that is there stays
+        (Prefetch("willneed"), slices),
+        (Prefetch("willneed", law=costly), whole),
+        (Prefetch("willneed", law=cheap), slices),
+        (Prefetch("read", law=cheap), whole),  # who waits for all reads computes nothing meanwhile
+        (Prefetch("willneed", blocks=SLICES, law=costly), slices),
+        (Prefetch(blocks=WHOLE), whole),
+    ]:
+        prepare("llama-cli", done, prefetch=prefetch)
+        assert map_path(opened).read_bytes() == expected
+
+
 def test_without_prefetch_no_map_is_made(model, any_binary):
     found = prepare("llama-cli", model, prefetch=None)
     assert "MBOLT_PREFETCH" not in found.environment
@@ -140,6 +162,8 @@ def test_the_command_becomes_the_program(model, any_binary, capfd, tmp_path, sep
         (["run", "MODEL", "--stats"], "--stats is not a flag of llama-cli; it comes before"),
         (["serve", "--prefetch-threads", "0", "MODEL"], "a number from 1 to 64; found 0"),
         (["serve", "--prefetch-mode", "x", "MODEL"], "invalid choice"),
+        (["run", "--prefetch-blocks", "x", "MODEL"], "invalid choice"),
+        (["run", "--drive", "/no/such/probe", "MODEL"], "/no/such/probe: cannot open"),
         (["run"], "MODEL"),
     ],
 )

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from mbolt_gguf.blocks import BLOCKS, WHOLE
 from mbolt_gguf.model import Model
 from mbolt_gguf.prefetch_map import make_map, read_map, write_map
 from mbolt_gguf.rewrite import rewrite
@@ -65,7 +66,7 @@ def expected(prefetch_map, trace):
     return reads, nbytes
 
 
-@pytest.mark.parametrize("layout", ["as it is", "interleave"])
+@pytest.mark.parametrize("layout", ["as it is", *BLOCKS])
 @pytest.mark.parametrize(
     "model, split", [("qwen3moe", 0), ("gpt-oss", 9), ("deepseek2-fused", 0), ("glm4moe", 9)]
 )
@@ -73,17 +74,19 @@ def test_the_distinct_chosen_experts_are_read_and_no_logit_changes(
     llama, tmp_path, model, split, layout
 ):
     path = make_gguf(tmp_path / "m.gguf", model, "Q8_0", split=split)
-    if layout == "interleave":
-        path = rewrite(path, None, tmp_path / "i.gguf", layout=layout, progress=False).paths[0]
+    blocks = WHOLE
+    if layout in BLOCKS:
+        target, blocks = tmp_path / "i.gguf", layout
+        path = rewrite(path, None, target, layout="interleave", progress=False).paths[0]
     opened = Model.open(path)
-    place = write_map(opened, tmp_path / "map")
+    place = write_map(opened, tmp_path / "map", blocks=blocks)
     plain = llama.run(path, TOKENS, WAY)
     for mode in ("read", "willneed"):
         evict(opened)
         found = run(llama, path, mode=mode, **{"": place})
         assert np.array_equal(plain.logits.view("u4"), found.logits.view("u4"))
         wanted = totals(found.report, "wanted_reads"), totals(found.report, "wanted_bytes")
-        assert wanted == expected(read_map(make_map(opened)), found.trace)
+        assert wanted == expected(read_map(make_map(opened, blocks=blocks)), found.trace)
         assert totals(found.report, "errors") == 0
         # What the page cache has is not read again.
         assert totals(found.report, "reads") <= wanted[0]

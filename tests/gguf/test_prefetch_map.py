@@ -1,16 +1,19 @@
 """Prefetch maps: what they say is where the bytes are, and when they are stale."""
 
+import json
 import os
 import struct
 
 import gguf
 import pytest
 
+from mbolt_gguf.blocks import SLICES, WHOLE
 from mbolt_gguf.cli import main as commands
 from mbolt_gguf.experts import find_experts
 from mbolt_gguf.model import Model
 from mbolt_gguf.prefetch_map import is_stale, make_map, map_path, read_map, write_map
-from mbolt_mlx.core.errors import GgufError, OutputError, UnsupportedError
+from mbolt_gguf.rewrite import rewrite
+from mbolt_mlx.core.errors import GgufError, OutputError, UnsupportedError, UsageError
 from tests.gguf.conftest import moe_block, moe_values
 from tests.gguf.makers import MODELS, make_gguf
 from tests.gguf.test_experts import interleaved
@@ -96,6 +99,45 @@ def test_interleaved_files_have_one_entry_a_layer(write):
     assert v3.version == 3 and [r.layer for r in v3.records] == [1, 2]
 
 
+@pytest.mark.parametrize("files", [0, 7])
+def test_slices_of_blocks(tmp_path, files):
+    """Records of a layer in the order of use, each under a name of its own for its file."""
+    plain = Model.open(make_gguf(tmp_path / "m.gguf", "glm4moe", split=files))
+    path = rewrite(plain.path, None, tmp_path / "i.gguf", layout="interleave", progress=False)
+    model = Model.open(path.paths[0])
+    found = read_map(make_map(model, blocks=SLICES))
+    count = len(model.files)
+    assert found.version == 3 and len(found.files) == 3 * count
+    assert found.files == found.files[:count] * 3
+    by_layer = {}
+    for r in found.records:
+        by_layer.setdefault(r.layer, []).append(r)
+    for y in find_experts(plain):
+        assert [r.file // count for r in by_layer[y.layer]] == [0, 1, 2]
+        for r, s in zip(by_layer[y.layer], y.weights, strict=True):
+            assert (r.nbytes, r.experts, r.top_k) == (s.nbytes, y.experts, y.top_k)
+            original = plain.file_of(s.tensor).read_bytes()
+            rewritten = open(found.files[r.file].path, "rb").read()
+            for e in range(y.experts):
+                at, was = r.base + e * r.stride, s.offset(e)
+                assert rewritten[at : at + r.nbytes] == original[was : was + s.nbytes]
+    with pytest.raises(UnsupportedError, match="slice by slice"):
+        make_map(model, blocks=SLICES, version=2)
+    with pytest.raises(UsageError, match="unknown blocks 'some'; expected whole or"):
+        make_map(model, blocks="some")
+    assert make_map(plain, blocks=SLICES) == make_map(plain)
+
+
+def test_a_map_that_reads_blocks_otherwise_is_stale_only_where_it_matters(tmp_path):
+    path, place = make_gguf(tmp_path / "m.gguf"), tmp_path / "map"
+    done = rewrite(path, None, tmp_path / "i.gguf", layout="interleave", progress=False).paths[0]
+    model = Model.open(done)
+    for blocks, other in ((WHOLE, SLICES), (SLICES, WHOLE)):
+        write_map(model, place, blocks=blocks)
+        assert not is_stale(model, place) and not is_stale(model, place, blocks=blocks)
+        assert is_stale(model, place, blocks=other)
+
+
 @pytest.mark.parametrize(
     "tensors, says",
     [
@@ -176,10 +218,35 @@ def test_damaged_maps(plain, split):
         read_map(struct.pack("<7I", 0x4650424D, 4, 0, 0, 0, 0, 0))
 
 
+def test_the_command_chooses_blocks_by_the_drive(tmp_path, capsys):
+    path = make_gguf(tmp_path / "m.gguf", ff_exp=256)
+    done = rewrite(path, None, tmp_path / "i.gguf", layout="interleave", progress=False).paths[0]
+    model, place, probe = Model.open(done), tmp_path / "map", tmp_path / "probe.json"
+    chosen = {}
+    for name, t_op in (("cheap", 1e-9), ("costly", 1.0)):
+        probe.write_text(json.dumps({"t_op_s": t_op, "bytes_per_s": 1e9}))
+        for extra in ([], ["--blocks", "auto"], ["--blocks", "whole"], ["--blocks", SLICES]):
+            words = ["prefetch-map", str(done), "-o", str(place), "--drive", str(probe), *extra]
+            assert commands.main(words) == 0
+            chosen[name, *extra[1:]] = place.read_bytes()
+            said = "read slice by slice" in capsys.readouterr().out
+            assert said == (place.read_bytes() == make_map(model, blocks=SLICES))
+    whole, slices = make_map(model), make_map(model, blocks=SLICES)
+    assert chosen["cheap",] == chosen["cheap", "auto"] == slices
+    assert chosen["costly",] == chosen["costly", "auto"] == whole
+    assert {chosen[n, "whole"] for n in ("cheap", "costly")} == {whole}
+    assert {chosen[n, SLICES] for n in ("cheap", "costly")} == {slices}
+    assert commands.main(["prefetch-map", str(done), "-o", str(place)]) == 0
+    assert place.read_bytes() == whole
+    probe.write_text("{}")
+    assert commands.main(words) == 2
+    assert f"{probe}: not the result of a probe" in capsys.readouterr().err
+
+
 def test_the_command(plain, split, tmp_path, capsys):
     place = tmp_path / "deep" / "x.mbpf"
     assert commands.main(["prefetch-map", str(split.path), "-o", str(place)]) == 0
-    assert "MBPF v3, 2 layers, 6 tensors in " in capsys.readouterr().out
+    assert "MBPF v3, 2 layers, 6 tensors or slices in " in capsys.readouterr().out
     assert place.read_bytes() == make_map(split)
     assert commands.main(["prefetch-map", str(plain.path)]) == 0
     assert str(map_path(plain)) in capsys.readouterr().out
