@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mbolt_gguf.blocks import AUTO, BLOCKS
-from mbolt_mlx.cli.drive import open_probe
 from mbolt_mlx.profile.law import Law
-from mbolt_mlx.profile.probe import read_probe
+from mbolt_mlx.profile.probe import open_probe, read_probe
 
 CHOICES = (*BLOCKS, AUTO)
 DRIVE_HELP = "what `mbolt-mlx probe` wrote of the drive; auto decides by it"

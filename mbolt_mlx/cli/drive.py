@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
-from typing import Any
 
-from mbolt_mlx.core.errors import ReadError, TraceError, UsageError
+from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.sizes import parse_size
 from mbolt_mlx.profile.law import DEFAULT_LAW, Law
-from mbolt_mlx.profile.probe import read_laws, read_probe
+from mbolt_mlx.profile.probe import open_probe, read_probe
 
 
 def add_drive(parser: argparse.ArgumentParser) -> None:
@@ -21,29 +18,6 @@ def add_drive(parser: argparse.ArgumentParser) -> None:
         "--bandwidth", type=parse_size, metavar="SIZE", help="bytes a second, such as 3GB"
     )
     group.add_argument("--t-op", type=float, metavar="µs", help="microseconds that a read adds")
-
-
-def open_probe(path: str) -> dict[str, Any]:
-    """The JSON of a probe.
-
-    Raises:
-        ReadError: when it cannot be read.
-        TraceError: when it is not JSON, or no probe.
-    """
-    try:
-        document = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise ReadError(f"cannot open: {error.strerror}", path=path) from error
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"not JSON: {error}", path=path) from error
-    if not isinstance(document, dict):
-        raise TraceError("not the result of a probe", path=path)
-    try:
-        read_probe(document)
-        read_laws(document)
-    except TraceError as error:
-        raise TraceError(error.message, path=path, found=error.found) from None
-    return document
 
 
 def open_law(args: argparse.Namespace) -> Law:

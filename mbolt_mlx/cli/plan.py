@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mbolt_mlx.cli.arguments import MODEL_HELP, fraction, memory_limit
-from mbolt_mlx.cli.drive import add_drive, open_law, open_probe
+from mbolt_mlx.cli.drive import add_drive, open_law
 from mbolt_mlx.cli.headers import open_headers
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import UsageError
@@ -19,7 +19,7 @@ from mbolt_mlx.core.sizes import format_size, parse_size
 from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.perms import read_perms
 from mbolt_mlx.profile.plan import RESIDENTS, Assumptions, make_plan
-from mbolt_mlx.profile.probe import read_laws
+from mbolt_mlx.profile.probe import open_probe, read_laws
 from mbolt_mlx.profile.traces import read_trace
 
 HELP = "say what a model will need and how fast it will be, from its headers alone"

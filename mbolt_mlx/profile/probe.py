@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -169,6 +170,29 @@ def read_laws(document: dict[str, Any]) -> dict[int, Law]:
             raise TraceError("the probe's laws have no meaning", found=f"depth {depth}")
         out[depth] = read_probe(one)
     return out
+
+
+def open_probe(path: str | Path) -> dict[str, Any]:
+    """The JSON of a probe.
+
+    Raises:
+        ReadError: when it cannot be read.
+        TraceError: when it is not JSON, or no probe.
+    """
+    try:
+        document = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ReadError(f"cannot open: {error.strerror}", path=path) from error
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"not JSON: {error}", path=path) from error
+    if not isinstance(document, dict):
+        raise TraceError("not the result of a probe", path=path)
+    try:
+        read_probe(document)
+        read_laws(document)
+    except TraceError as error:
+        raise TraceError(error.message, path=path, found=error.found) from None
+    return document
 
 
 def _largest(folder: Path) -> Path | None:
