@@ -4,13 +4,14 @@
     python examples/bench/plan_check.py --models MODELS/f32 MODELS/q8 MODELS/scale64
     mbolt-mlx plot measured examples/bench/results/plan-400mbps.json -o predicted.png
 
-A folder of models stands for its f32, q8 and scale64. For each model: `mbolt-mlx probe` of the bare
-drive and of the drive under the limit; a trace of other tokens than those that are decoded later;
-then rounds of fresh processes, cold, under the limit, at each residency from the side-file and from
-the model's own files, and one with every expert in memory and no limit, which gives the time that
-computing takes. From these, and nothing else, `mbolt-mlx plan` predicts. The plan that is judged is
-the one from the bare drive with `--limit`; "limited" is the one from the probe under the limit,
-which does not see that a limit saves up what computing leaves unused.
+A folder of models stands for its f32, q8 and scale64. For each model: `mbolt-mlx probe` of the
+drive under the limit, and of the bare drive before and after; a trace of other tokens than those
+that are decoded later; then rounds of fresh processes, cold, under the limit, at each residency
+from the side-file and from the model's own files, and one with every expert in memory and no limit,
+which gives the time that computing takes. From these, and nothing else, `mbolt-mlx plan` predicts.
+What is judged is the plan from the bare drive with `--limit`, the mean of the times from both
+probes; "limited" is the plan from the probe under the limit, which does not see that a limit saves
+up what computing leaves unused.
 
 An error is predicted ÷ measured − 1, of the median speed and of the highest peak of memory.
 """
@@ -42,15 +43,18 @@ def folders(paths: list[Path]) -> list[Path]:
 
 
 def measure(args: Namespace, model: Path, at: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The runs of one model, and the plans: {"bare", "limited"}. Files go to the folder ``at``."""
+    """The runs of one model, and its plans. Files go to the folder ``at``."""
     args = Namespace(**{**vars(args), "model": model})
     limits = common.limits_of(args)
     base = common.job_of(args)
     bare = common.replace(limits, memory=None, read_mbps=None)
-    drives = {"bare": bare, "limited": common.replace(limits, memory=None)}
-    for name, one in drives.items():
+
+    def probe(name: str, drive: common.Limits) -> None:
         out = ("--seconds", args.probe_seconds, "-o", at / f"{name}.json")
-        common.product("probe", base.side_file, *out, prefix=one.prefix(base.side_file))
+        common.product("probe", base.side_file, *out, prefix=drive.prefix(base.side_file))
+
+    probe("limited", common.replace(limits, memory=None))
+    probe("before", bare)
     trace = record.record(model, at / "trace", args.prefill, args.trace_tokens)
 
     ids = record.held_out(args)
@@ -75,17 +79,17 @@ def measure(args: Namespace, model: Path, at: Path) -> tuple[list[dict[str, Any]
     for run in runs:
         if "error" in run:
             raise common.MboltError(f"{model.name}: {run['error']}")
+    probe("after", bare)
     whole = [run for run in runs if run["setting"] == 0]
     compute_ms = 1e3 / common.median(whole, "decode_tps")
     options = ("--model", model, "--trace", trace, "--compute-ms", compute_ms)
     options += ("--resident", ",".join(map(str, args.resident)), "--memory", "1TB")
     options += ("--context", args.prefill + args.decode, "--json")
+    held = ("--limit", f"{args.read_mbps}MB") if args.read_mbps else ()
     plans = {}
-    for name in drives:
-        limit = ("--limit", f"{args.read_mbps}MB") if name == "bare" and args.read_mbps else ()
-        plans[name] = json.loads(
-            common.product("plan", *options, "--drive", at / f"{name}.json", *limit)
-        )
+    for name, limit in (("before", held), ("after", held), ("limited", ())):
+        drive = ("--drive", at / f"{name}.json", *limit)
+        plans[name] = json.loads(common.product("plan", *options, *drive))
     return runs, {"compute_ms": compute_ms, **plans}
 
 
@@ -95,30 +99,36 @@ def compared(
     """A row for each residency and source: predicted, measured, and the errors."""
     rows = []
     for n, resident in enumerate(args.resident):
-        bare, limited = (row_at(plans[kind], resident) for kind in ("bare", "limited"))
+        before, after, limited = (
+            row_at(plans[kind], resident) for kind in ("before", "after", "limited")
+        )
         for m, source in enumerate(SOURCES):
             mine = [r for r in runs if r["setting"] == 1 + len(SOURCES) * n + m]
             speed = common.report.spread(r["decode_tps"] for r in mine)
             peak = max(r["peak_rss_bytes"] for r in mine)
             key = f"tps_{source}"
+            planned = 2 / (1 / before[key] + 1 / after[key])
+            memory = before["memory_bytes"]
             rows.append(
                 {
                     "model": name,
                     "resident": resident,
                     "source": source,
-                    "predicted_tps": bare[key],
+                    "predicted_tps": planned,
+                    "predicted_tps_before": before[key],
+                    "predicted_tps_after": after[key],
                     "predicted_tps_limited": limited[key],
                     "measured_tps": speed,
-                    "tps_error": bare[key] / speed["median"] - 1,
+                    "tps_error": planned / speed["median"] - 1,
                     "tps_error_limited": limited[key] / speed["median"] - 1,
-                    "predicted_memory_bytes": bare["memory_bytes"],
+                    "predicted_memory_bytes": memory,
                     "measured_memory_bytes": peak,
-                    "memory_error": bare["memory_bytes"] / peak - 1,
-                    "predicted_hit_rate": bare["hit_rate"],
+                    "memory_error": memory / peak - 1,
+                    "predicted_hit_rate": before["hit_rate"],
                     "measured_hit_rate": common.median(mine, "decode_hit_rate"),
                     "compute_ms": plans["compute_ms"],
                     "cold": all(r["cold"] for r in mine),
-                    "predicted_ms_per_token": 1e3 / bare[key],
+                    "predicted_ms_per_token": 1e3 / planned,
                     "measured_ms_per_token": 1e3 / speed["median"],
                 }
             )
@@ -158,19 +168,20 @@ def main() -> int:
     args = parser.parse_args()
     if not all(0 < resident < 1 for resident in args.resident):
         parser.error("--resident: above 0 and below 1; all in memory is measured anyway")
-    runs, rows = [], []
+    runs, rows, drives = [], [], {}
     models = folders(args.models)
     for model in models:
         with tempfile.TemporaryDirectory() as place:
             mine, plans = measure(args, model, Path(place))
         rows += compared(args, model.name, mine, plans)
+        drives[model.name] = {name: plans[name]["drive"] for name in ("before", "after", "limited")}
         settings = len({run["setting"] for run in runs})
         for run in mine:
             run.update(setting=run["setting"] + settings, order=len(runs))
             runs.append(run)
     args.model = models[0]
     limits = common.limits_of(args)
-    found = {"targets": {"tps": SPEED, "memory": MEMORY}, "rows": rows}
+    found = {"targets": {"tps": SPEED, "memory": MEMORY}, "drives": drives, "rows": rows}
     common.save(args, f"plan-{limits.name}", runs, limits=common.asdict(limits), plan_check=found)
     show(rows)
     speed = max(abs(row["tps_error"]) for row in rows)

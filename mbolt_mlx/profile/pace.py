@@ -8,6 +8,8 @@ Small experts are computed together once all are there, so their reading hides n
     of small experts      reading + own
     a token               max(dense + Σ layers, bytes / limit)
 
+Each expert that is brought in also costs the processor a little before it can be read.
+
 A limit on bytes a second, as control groups and cloud volumes have it, saves up what computing
 leaves unused, so it holds for the token as a whole.
 """
@@ -90,6 +92,7 @@ class Pace:
         dense_s: seconds a token that are not computing experts.
         experts_s: seconds a token for computing experts, all in memory.
         law: reads at a time → the drive's constants.
+        miss_s: seconds that the processor spends on bringing an expert in.
         limit: bytes a second that the drive is held to; None where it is not.
     """
 
@@ -97,6 +100,7 @@ class Pace:
     dense_s: float
     experts_s: float
     law: Callable[[float], Law]
+    miss_s: float = 0.0
     limit: float | None = None
 
     def seconds(self, missed: Mapping[int, Misses], reads: float, *, stretch: float = 1.0) -> float:
@@ -126,6 +130,7 @@ class Pace:
         reads *= count
         law = self.law(min(THREADS, max(1.0, reads)))
         reading = law.seconds(reads, count * shape.expert_bytes * stretch)
+        before = count * self.miss_s
         if shape.expert_bytes < CALL_BYTES:
-            return reading + own
-        return max(reading + own / shape.top_k, own)
+            return before + reading + own
+        return before + max(reading + own / shape.top_k, own)

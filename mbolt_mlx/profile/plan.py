@@ -40,14 +40,16 @@ RESIDENTS = (0.1, 0.2, 0.3, 0.5, 1.0)
 CURVE = ((0.0, 0.0), (0.05, 0.34), (0.2, 0.74), (0.45, 0.93), (1.0, 1.0))
 # What Python, MLX and mlx-lm take while they run, and for each layer; and what they take before a
 # model is loaded, where the loader's budget starts (measured on Linux with mlx 0.32).
-PROCESS_BYTES, LAYER_BYTES = 87 << 20, 256 << 10
+PROCESS_BYTES, LAYER_BYTES = 84 << 20, 256 << 10
 PROCESS_BEFORE = 75 << 20
 # The engine's own: freed buffers that MLX may keep, and a thread's buffer for unaligned ranges.
 FREED_BYTES = 8 << 20
 READ_BUFFER = 4 << 20
 # Waiting for the router's choice and mapping it to slots, a token and layer that is not whole in
-# memory: as reported for Metal, and as measured on a CPU of 2.4 GHz.
+# memory (as reported for Metal, and as measured on a CPU of 2.4 GHz); and bringing an expert in,
+# beyond the read.
 READBACK_S = 0.25e-3 if files.MACOS else 0.6e-3
+MISS_S = 0.06e-3 if files.MACOS else 0.15e-3
 DEFAULT_MEMORY_RATE = 60e9
 # Below these gains a plan does not recommend the work.
 _WORTH_SIDE_FILE, _WORTH_ORDER = 1.05, 1.03
@@ -266,7 +268,7 @@ def _pace(model: Model, assume: Assumptions, slots: Mapping[int, int]) -> Pace:
     experts = compute * model.token_bytes / touched
     part = sum(slots[layer] < s.experts for layer, s in model.layers.items())
     dense = compute - experts + READBACK_S * part
-    return Pace(model.layers, dense, experts, assume.law, assume.limit)
+    return Pace(model.layers, dense, experts, assume.law, MISS_S, assume.limit)
 
 
 def _with_sizes(trace: Trace, model: Model) -> Trace:
@@ -300,8 +302,9 @@ def _assumed(assume: Assumptions, trace: Trace | None) -> list[str]:
             "goes into --compute-ms"
         )
     notes.append(
-        f"time: {READBACK_S * 1e3:g} ms a layer to read the router's choice back; a layer reads "
-        "while it computes what it has in memory, but experts under a MiB wait for all of theirs"
+        f"time: {READBACK_S * 1e3:g} ms a layer to read the router's choice back and "
+        f"{MISS_S * 1e3:g} ms for a missing expert; a layer reads while it computes what it has in "
+        "memory, but experts under a MiB wait for all of theirs"
     )
     if assume.limit is not None:
         notes.append(f"drive: held to {format_size(assume.limit)}/s over a whole token")

@@ -69,6 +69,15 @@ def test_small_experts_wait_for_all_that_are_missing():
     assert small.seconds(each(0.0, 1.0), 3) == pytest.approx(0.001 + 2 * (0.004 + read), rel=1e-4)
 
 
+def test_what_an_expert_costs_before_it_is_read_is_never_hidden():
+    shape = LayerShape(16, 4, 2 * MIB)
+    free, dear = pace(shape), pace(shape, miss_s=1e-3)
+    for calls in ((1.0,), (0.0, 1.0), (0.5, 0.0, 0.5)):
+        missed = each(*calls)
+        more = 1e-3 * sum(one.per_token for one in missed.values())
+        assert dear.seconds(missed, 1) - free.seconds(missed, 1) == pytest.approx(more)
+
+
 def test_more_bytes_than_were_missed_take_longer():
     big = pace(LayerShape(16, 4, 2 * MIB), experts=0.0)
     once, twice = (big.seconds(each(0, 1.0), 1, stretch=s) for s in (1.0, 2.0))

@@ -7,7 +7,14 @@ from mbolt_mlx.core.budget import Geometry, LayerShape, slot_bytes
 from mbolt_mlx.core.errors import TraceError
 from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.perms import make_perms
-from mbolt_mlx.profile.plan import READBACK_S, Assumptions, Model, curve_hit_rate, make_plan
+from mbolt_mlx.profile.plan import (
+    MISS_S,
+    READBACK_S,
+    Assumptions,
+    Model,
+    curve_hit_rate,
+    make_plan,
+)
 from mbolt_mlx.profile.replay import Setup, replay
 from mbolt_mlx.profile.traces import LayerInfo, Pass, make_trace
 
@@ -60,7 +67,7 @@ def test_a_row_by_hand():
     for name, reads in (("tps_shards", 9), ("tps_side_file", 1)):
         reading = misses * (reads * 1e-4 + 2 * MB / 1e9)
         longest = reading + 4 * (1 - none) * own / 4  # 2 ms a read, and more than own
-        seconds = 0.01 - experts + 4 * READBACK_S + 4 * none * own + longest
+        seconds = 0.01 - experts + 4 * READBACK_S + misses * MISS_S + 4 * none * own + longest
         assert row[name] == pytest.approx(1 / seconds, abs=1e-3)
     assert set(row) >= {"resident", "memory_bytes", "dense_bytes"}
 
