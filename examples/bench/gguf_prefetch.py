@@ -15,9 +15,10 @@ readahead 128 KiB; drives: bare, 400 MB/s, 2,000 reads a second.
 "wanted" reads are ranges of chosen experts, neighbours merged, whether in memory or not; they
 depend on tokens and layout alone and must be what the replay says. "issued" is what was not in
 memory; the replay of it is that of Linux's two lists of pages, in what the memory limit leaves
-(--overhead-mib). --kept is the share of pages that the machine spares at the end of a list for no
-reason of ours: with DAMON watching (a thread kdamond), about one in 500. Needs Linux, root, and
-`mbolt-gguf build-llama`.
+(--overhead-mib: 16 for process and kernel, the rest because a control group's counters lag). --kept
+is the share of pages that are spared at the end of a list for no reason of ours, as they are where
+DAMON watches memory (a thread kdamond). Both were fitted on one machine to the runs of three
+layouts. Needs Linux, root, and `mbolt-gguf build-llama`.
 """
 
 from __future__ import annotations
@@ -349,7 +350,7 @@ def main() -> int:
     add(
         "--overhead-mib", type=int, default=33, help="not for the file, in the replay (%(default)s)"
     )
-    add("--kept", type=float, default=0.002, help="see above (default: %(default)s)")
+    add("--kept", type=float, default=0.0015, help="see above (default: %(default)s)")
     add("--out", type=Path, help="where the JSON goes (default: results/gguf-prefetch.json)")
     args = parser.parse_args()
     if unknown := sorted(set(args.drives.split(",")) - set(DRIVES)):
