@@ -14,7 +14,7 @@
 #
 # Linux, root (control groups), two quiet cores, 10 GB of memory. "memory" does not need quiet.
 # With two cores of 2.4 GHz and a drive of 1 GB/s it takes about: models 2 min, compare 14, prefill
-# 12, law 9, interleaved 3, memory 8, overhead 3, bench 4, plan 7, policies 6, trace 6. A part that
+# 12, law 9, interleaved 3, memory 8, overhead 3, bench 4, plan 8, policies 6, trace 6. A part that
 # misses its target is reported at the end and the exit status is then 1.
 set -uo pipefail
 
