@@ -39,7 +39,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--policy", choices=["default", *POLICIES], default="default")
     add("--tokens", type=int, metavar="N", help="decoded tokens to replay (default: all)")
     add("--rounds", type=int, default=3, help="measurements of each (default: %(default)s)")
-    add("--seconds", type=float, default=15.0, help="to probe the drive (default: %(default)g)")
+    add(
+        "--seconds",
+        type=float,
+        default=15.0,
+        help="to probe the drive, before and after (default: %(default)g)",
+    )
     add("--pieces", type=int, metavar="N", help="places that an expert's bytes lie in (default: 3)")
 
 

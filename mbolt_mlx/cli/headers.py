@@ -117,7 +117,7 @@ class Headers:
             return {
                 y.layer: y.runs for y in stores.from_shards(self.checkpoint, self.layers).layers
             }
-        order, _ = check_layout(layout, ORDERS if perms else ())
+        check_layout(layout, ORDERS if perms else ())
         given = perms.order(order) if perms and order != "ids" else None
         out: dict[int, tuple[Readable, ...]] = {}
         for layer in make_plan(self.layers, "", given).layers:

@@ -8,9 +8,10 @@ import json
 from tqdm import tqdm
 
 from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.core.reads import THREADS
 from mbolt_mlx.core.report import check_report, write_report
 from mbolt_mlx.core.sizes import format_size
-from mbolt_mlx.profile.probe import DEFAULT_DEPTH, FORMAT, Probe, probe
+from mbolt_mlx.profile.probe import FORMAT, Probe, probe
 
 HELP = "measure a drive: time a read and bandwidth, by size and number of reads at a time"
 
@@ -65,7 +66,7 @@ def lines(found: Probe) -> list[str]:
     out.append("")
     for depth in depths:
         law = found.laws[depth]
-        mark = "  (the engine's)" if depth == DEFAULT_DEPTH else ""
+        mark = "  (the engine's)" if depth == THREADS else ""
         form = ", the slower of the two" if law.slower else ""
         out.append(
             f"{depth:>2} at a time: t_op {law.t_op * 1e6:.0f} µs, BW {format_size(law.bandwidth)}/s"

@@ -18,6 +18,9 @@ WORKING_BYTES = 96 << 20
 # shrinks the slots when it comes.
 PLANNED_CONTEXT = 2048
 PLANNED_CHUNK = 512
+# MLX on a CPU keeps so much of freed buffers for the next ones: a layer's transients are all that
+# is worth keeping.
+FREED_BYTES = 8 << 20
 # mlx-lm's KV cache grows by so many positions.
 KV_STEP = 256
 # Bytes of a tokenizer for each entry of its vocabulary, and while it is being loaded, after all the

@@ -18,11 +18,14 @@ from queue import Empty, SimpleQueue
 from mbolt_mlx.core import files, macos
 from mbolt_mlx.core.errors import ReadError
 
+# Reads at a time, unless the user says how many.
+THREADS = 4
 # A merged call stays short enough that the calls of a layer still run side by side.
 MERGE_MAX = 16 << 20
 # Reading a small gap costs less than a second call.
 MERGE_GAP = 64 << 10
-_BOUNCE = 4 << 20
+# A thread's buffer for unaligned ranges.
+BOUNCE_BYTES = 4 << 20
 
 
 class Request:
@@ -214,7 +217,7 @@ class Reader:
                 self._queue.put(None)
                 return
             if self._bounce is None and work[0].bounce:
-                self._bounce = aligned_buffer(_BOUNCE)
+                self._bounce = aligned_buffer(BOUNCE_BYTES)
             _do(*work, self._paths, self._bounce)
 
     def close(self) -> None:
@@ -244,7 +247,7 @@ def _work(queue: SimpleQueue[tuple[Request, Batch] | None], paths: Mapping[int, 
     bounce: memoryview | None = None
     while (work := queue.get()) is not None:
         if bounce is None and work[0].bounce:
-            bounce = aligned_buffer(_BOUNCE)
+            bounce = aligned_buffer(BOUNCE_BYTES)
         _do(*work, paths, bounce)
         del work
 

@@ -13,6 +13,10 @@ import numpy as np
 
 from mbolt_mlx.core.residency import ResidentSet, prompt_worth
 
+# A call of its own (0.2 ms) pays for experts of this size, which take longer to compute. One
+# token's smaller experts are computed in one call when all are there.
+CALL_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

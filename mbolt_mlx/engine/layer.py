@@ -14,16 +14,13 @@ import numpy as np
 
 from mbolt_mlx.core.reads import Batch
 from mbolt_mlx.core.residency import ABSENT, ResidentSet
-from mbolt_mlx.core.schedule import CallPlan, Step, carry_out, hottest, plan_call
+from mbolt_mlx.core.schedule import CALL_BYTES, CallPlan, Step, carry_out, hottest, plan_call
 from mbolt_mlx.engine.fetch import Fetcher
 from mbolt_mlx.engine.rows import Compute, ManyTokens, OneToken, Rows, all_rows
 from mbolt_mlx.engine.slots import LayerSlots
 
 # The result of a call this small may be kept until the layer's next one.
 _LAZY_TOKENS = 16
-# A call of its own (0.2 ms) pays for experts of this size, which take longer to compute. One
-# token's smaller experts are computed in one call when all are there.
-_CALL_BYTES = 1 << 20
 
 
 class OffloadedLayer:
@@ -121,7 +118,7 @@ class OffloadedLayer:
         """
         flow = _Flow(self, rows, plan)
         self._batch = flow.batch
-        small = self.slots.store.expert_bytes < _CALL_BYTES
+        small = self.slots.store.expert_bytes < CALL_BYTES
         # Computing in small groups hides more of the reading, in large ones it costs less.
         group = 1 if rows.count == 1 else max(1, min(plan.staging, len(plan.misses)) // 4)
         try:

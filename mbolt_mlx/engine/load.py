@@ -13,7 +13,7 @@ from mlx_lm import utils as mlx_lm_utils
 from tqdm import tqdm
 
 from mbolt_mlx import names
-from mbolt_mlx.core import files, memory
+from mbolt_mlx.core import files, memory, reads
 from mbolt_mlx.core.budget import (
     DEFAULT_SHARE,
     PLANNED_CHUNK,
@@ -50,8 +50,6 @@ from mbolt_mlx.storage.locate import SideFile, find_side_file, open_side_file
 from mbolt_mlx.storage.store import Store
 
 log = logging.getLogger(__name__)
-
-DEFAULT_READ_THREADS = 4
 
 
 def load(
@@ -118,7 +116,7 @@ def load(
     slots = _slots(shapes, resident, limit, used + dense, geometry)
     fetcher = Fetcher(
         store,
-        threads=read_threads or DEFAULT_READ_THREADS,
+        threads=read_threads or reads.THREADS,
         direct=_direct(direct, store, slot_bytes(shapes, slots) + dense),
     )
     try:

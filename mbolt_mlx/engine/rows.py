@@ -109,8 +109,7 @@ class ManyTokens(Rows):
         self._whole = _Whole(len(self._flat)) if _in_place(self._x, len(self._flat)) else None
 
     def compute(self, experts: Sequence[int]) -> list[mx.array]:
-        while self._whole is not None and len(self._groups) >= _AHEAD:
-            self._whole.put(self._groups.popleft())
+        self._settle(_AHEAD - 1)
         # In the order of slots, as the sorted kernels want it.
         experts = sorted(experts, key=self._slot_of.__getitem__)
         ranges = [self._range[e] for e in experts]
@@ -131,10 +130,14 @@ class ManyTokens(Rows):
         # As bytes here, on the stream that computes them, so that nothing else is waited for.
         return y if self._whole is None else y.view(mx.uint8)
 
+    def _settle(self, ahead: int) -> None:
+        """Where rows are put in place as they come, do so for all but the last ``ahead`` groups."""
+        while self._whole is not None and len(self._groups) > ahead:
+            self._whole.put(self._groups.popleft())
+
     def combine(self, shape: tuple[int, ...]) -> mx.array:
         if self._whole is not None:
-            while self._groups:
-                self._whole.put(self._groups.popleft())
+            self._settle(0)
             y = self._whole.array.view(self._dtype)
         else:
             parts, places = zip(*itertools.chain(*self._groups), strict=True)

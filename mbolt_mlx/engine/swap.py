@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mbolt_mlx.core.budget import LayerShape
+from mbolt_mlx.core.budget import FREED_BYTES, LayerShape
 from mbolt_mlx.core.errors import UnsupportedError
 from mbolt_mlx.core.residency import ResidentSet, make_policy
 from mbolt_mlx.engine.fetch import Fetcher
@@ -25,8 +25,7 @@ from mbolt_mlx.storage.store import LayerStore, Store
 
 log = logging.getLogger(__name__)
 
-# MLX keeps freed buffers for the next ones; a layer's transients are all that is worth keeping.
-CACHE_BYTES_CPU = 8 << 20
+# On a GPU, what `FREED_BYTES` is on a CPU.
 CACHE_BYTES_GPU = 512 << 20
 _TOP_K = (
     "num_experts_per_tok",
@@ -209,4 +208,4 @@ def evaluate(model: nn.Module) -> None:
 def limit_cache() -> None:
     """Bound what MLX keeps of freed buffers, for the whole process."""
     gpu = mx.default_device() == mx.gpu
-    mx.set_cache_limit(CACHE_BYTES_GPU if gpu else CACHE_BYTES_CPU)
+    mx.set_cache_limit(CACHE_BYTES_GPU if gpu else FREED_BYTES)

@@ -25,7 +25,6 @@ from mbolt_mlx.profile.probe import Probe, probe
 from mbolt_mlx.profile.replay import Setup, replay
 from mbolt_mlx.profile.traces import DECODE, Trace
 
-THREADS = 4
 # A prediction this near the measurement counts as right; a gain this large is worth a rewrite.
 WITHIN, _WORTH = 0.10, 1.05
 _ALIGN = 4096
@@ -79,7 +78,7 @@ def gate(
         folder: where the scratch file goes; it is removed in the end.
         rounds: measurements of each, in alternating order; the median counts.
         tokens: decoded tokens to replay (default: all).
-        seconds: about how long to probe the drive before.
+        seconds: about how long to probe the drive, before and again after.
         step: told what happens.
 
     Raises:
@@ -137,7 +136,7 @@ def gate(
         "verdict": verdict(rows),
         "drive": found.document(),
         "drive_after": after.document(),
-        "threads": THREADS,
+        "threads": reads.THREADS,
         "rounds": rounds,
     }
 
@@ -166,7 +165,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
 def _seconds(drive: Probe, starts: Sequence[Sequence[tuple[int, int]]]) -> float:
     """By the law of ``drive``, each start's reads at once."""
     return sum(
-        drive.law(min(THREADS, len(one))).seconds(len(one), sum(n for _, n in one))
+        drive.law(min(reads.THREADS, len(one))).seconds(len(one), sum(n for _, n in one))
         for one in starts
     )
 
@@ -181,7 +180,7 @@ def _cut(work: Work, tokens: int | None) -> tuple[tuple[tuple[int, int], ...], .
 def _measure(path: Path, starts: Sequence[Sequence[tuple[int, int]]]) -> float:
     """Seconds to read ``starts``, one after the other, each one's ranges at once."""
     fd, direct = files.open_cold(path)
-    reader = reads.Reader(THREADS)
+    reader = reads.Reader(reads.THREADS)
     most = max((n for one in starts for _, n in one), default=0)
     width = max((len(one) for one in starts), default=0)
     buffers = [reads.aligned_buffer(most) for _ in range(width)]

@@ -23,13 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from mbolt_mlx.core.budget import LayerShape
+from mbolt_mlx.core.reads import THREADS
+from mbolt_mlx.core.schedule import CALL_BYTES
 from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.replay import Setup, replay
 from mbolt_mlx.profile.traces import DECODE, Pass, Trace
-
-# The engine's own: reads at a time, and bytes of an expert from which it is computed by itself.
-THREADS = 4
-CALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ import numpy as np
 
 from mbolt_mlx.core import files
 from mbolt_mlx.core.budget import (
+    FREED_BYTES,
     PLANNED_CHUNK,
     PLANNED_CONTEXT,
     WORKING_BYTES,
@@ -25,10 +26,11 @@ from mbolt_mlx.core.budget import (
     slots_within,
 )
 from mbolt_mlx.core.errors import MemoryLimitError
+from mbolt_mlx.core.reads import BOUNCE_BYTES, THREADS
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.law import DEFAULT_LAW, Law
 from mbolt_mlx.profile.layout import lay_out
-from mbolt_mlx.profile.pace import THREADS, Pace, hit_rate, misses_at, misses_of
+from mbolt_mlx.profile.pace import Pace, hit_rate, misses_at, misses_of
 from mbolt_mlx.profile.perms import Perms
 from mbolt_mlx.profile.probe import law_document
 from mbolt_mlx.profile.replay import Setup, replay
@@ -42,9 +44,6 @@ CURVE = ((0.0, 0.0), (0.05, 0.34), (0.2, 0.74), (0.45, 0.93), (1.0, 1.0))
 # model is loaded, where the loader's budget starts (measured on Linux with mlx 0.32).
 PROCESS_BYTES, LAYER_BYTES = 84 << 20, 256 << 10
 PROCESS_BEFORE = 75 << 20
-# The engine's own: freed buffers that MLX may keep, and a thread's buffer for unaligned ranges.
-FREED_BYTES = 8 << 20
-READ_BUFFER = 4 << 20
 # Waiting for the router's choice and mapping it to slots, a token and layer that is not whole in
 # memory (as reported for Metal, and as measured on a CPU of 2.4 GHz); and bringing an expert in,
 # beyond the read.
@@ -194,7 +193,7 @@ def _memory(model: Model, assume: Assumptions, slots: Sequence[int]) -> int:
     shapes = list(model.layers.values())
     chunk = min(assume.chunk, assume.context)
     working = min(FREED_BYTES, model.geometry.transient(chunk, assume.context))
-    working += (THREADS + 1) * min(READ_BUFFER, max(s.expert_bytes for s in shapes))
+    working += (THREADS + 1) * min(BOUNCE_BYTES, max(s.expert_bytes for s in shapes))
     beside = model.geometry.beside_weights(assume.context, assume.chunk, working)
     process = PROCESS_BYTES + LAYER_BYTES * len(shapes)
     return process + model.dense_bytes + slot_bytes(shapes, slots) + beside

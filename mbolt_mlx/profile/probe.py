@@ -23,8 +23,6 @@ from mbolt_mlx.profile.law import Law, errors, fit
 FORMAT, VERSION = "mbolt-probe", 1
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 DEPTHS = (1, 4, 16)
-# The engine's own number of reads at a time.
-DEFAULT_DEPTH = 4
 FILE_BYTES = 512 << 20
 LEAST_BYTES = 64 << 20
 _PAGE = 4096
@@ -60,7 +58,7 @@ class Probe:
     laws: dict[int, Law]
     worst: dict[int, float]
 
-    def law(self, depth: int = DEFAULT_DEPTH) -> Law:
+    def law(self, depth: int = reads.THREADS) -> Law:
         """The law at ``depth``, or at the depth that comes nearest."""
         nearest = min(self.laws, key=lambda d: abs(np.log2(d / depth)))
         return self.laws[nearest]
@@ -75,7 +73,7 @@ class Probe:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "path": self.path,
             "direct": self.direct,
-            "depth": min(self.laws, key=lambda d: abs(np.log2(d / DEFAULT_DEPTH))),
+            "depth": min(self.laws, key=lambda d: abs(np.log2(d / reads.THREADS))),
             **law_document(law),
             "laws": [
                 {"depth": depth, **law_document(one), "worst_error": self.worst[depth]}

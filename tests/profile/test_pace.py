@@ -105,9 +105,15 @@ def test_the_law_is_that_of_the_reads_under_way():
 
 
 def test_the_constants_are_the_engines():
-    from mbolt_mlx.core import reads
-    from mbolt_mlx.engine import layer, load, swap
-    from mbolt_mlx.profile import plan
+    import mlx.core as mx
 
-    assert CALL_BYTES == layer._CALL_BYTES and THREADS == load.DEFAULT_READ_THREADS
-    assert plan.FREED_BYTES == swap.CACHE_BYTES_CPU and plan.READ_BUFFER == reads._BOUNCE
+    import mbolt_mlx
+    from mbolt_mlx.core import budget, reads
+    from mbolt_mlx.engine import layer
+    from mbolt_mlx.profile import pace, plan
+
+    assert layer.CALL_BYTES is pace.CALL_BYTES
+    assert plan.BOUNCE_BYTES is reads.BOUNCE_BYTES and plan.FREED_BYTES is budget.FREED_BYTES
+    model, _ = mbolt_mlx.load("demo", resident=0.5)
+    assert mbolt_mlx.stats(model).read_threads == THREADS
+    assert mx.set_cache_limit(budget.FREED_BYTES) == budget.FREED_BYTES
