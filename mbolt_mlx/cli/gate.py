@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         default=15.0,
-        help="to probe the drive, before and after (default: %(default)g)",
+        help="to probe the drive, before each round (default: %(default)g)",
     )
     add("--pieces", type=int, metavar="N", help="places that an expert's bytes lie in (default: 3)")
 

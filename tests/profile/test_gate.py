@@ -74,6 +74,7 @@ def test_predict_and_measure(trace, tmp_path, monkeypatch):
     for row, work in zip(found["rows"], works, strict=True):
         assert row["reads_per_token"] * row["tokens"] == pytest.approx(work.reads)
         assert len(row["all_ms_per_token"]) == 2
+        assert len(row["all_predicted_ms_per_token"]) == len(found["probes"]) == 3
         assert row["predicted_ms_per_token"] > 0 and row["measured_ms_per_token"] > 0
     json.dumps(found)
 
@@ -126,7 +127,7 @@ def row(name, predicted, measured, again=None):
         "layout": name,
         "measured_ms_per_token": measured,
         "error": predicted / measured - 1.0,
-        "drift": (again or predicted) / predicted - 1.0,
+        "drift": max(again or predicted, predicted) / min(again or predicted, predicted) - 1.0,
     }
 
 
