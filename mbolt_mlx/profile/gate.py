@@ -2,8 +2,8 @@
 
 One scratch file of random bytes stands for all layouts, because a layout is only a set of places.
 What is read together in the engine is read together here, with the engine's own reader, past the
-page cache; nothing is computed in between. Each round is foretold from a probe of its own, made just
-before it, because a shared drive is another one some minutes later.
+page cache; nothing is computed in between. Each round is foretold from a probe of its own, made
+just before it, because a shared drive is another one some minutes later.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         says = f"the law holds here: within {worst:.0%}"
     elif drift > WITHIN:
         says = (
-            f"the law is off by up to {worst:.0%}, but the drive itself changed meanwhile: what its "
-            f"probes foretell is up to {drift:.0%} apart"
+            f"the law is off by up to {worst:.0%}, but the drive itself changed meanwhile: what "
+            f"its probes foretell is up to {drift:.0%} apart"
         )
     else:
         says = f"the law does not hold here: it is off by up to {worst:.0%}"
