@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """What `mbolt-mlx plan` says of memory and speed, against the engine.
 
-    python examples/bench/plan_check.py --models MODELS/f32 MODELS/q8 MODELS/scale64
+    python examples/bench/plan_check.py --models MODELS
     mbolt-mlx plot measured examples/bench/results/plan-400mbps.json -o predicted.png
 
-A folder of models stands for its f32, q8 and scale64. For each model: `mbolt-mlx probe` of the
-drive under the limit, and of the bare drive before and after; a trace of other tokens than those
-that are decoded later; then rounds of fresh processes, cold, under the limit, at each residency
-from the side-file and from the model's own files, and one with every expert in memory and no limit,
-which gives the time that computing takes. From these, and nothing else, `mbolt-mlx plan` predicts.
+A folder of models stands for its f32, q8, scale64 and scale512 (no constant of the plan was chosen
+by the last). For each model: `mbolt-mlx probe` of the drive under the limit, and of the bare drive
+before and after; a trace of other tokens than those that are decoded later; then rounds of fresh
+processes, cold, under the limit, at each residency from the side-file and from the model's own
+files, and one with every expert in memory and no limit, which gives the time that computing takes.
+From these, and nothing else, `mbolt-mlx plan` predicts. A model with little to compute decodes more
+tokens, since a run of a tenth of a second says nothing.
+
 What is judged is the plan from the bare drive with `--limit`, the mean of the times from both
 probes; "limited" is the plan from the probe under the limit, which does not see that a limit saves
 up what computing leaves unused.
@@ -28,9 +31,11 @@ from typing import Any
 import common
 import record
 
-NAMES = ("f32", "q8", "scale64")
+NAMES = ("f32", "q8", "scale64", "scale512")
 SPEED, MEMORY = 0.25, 0.05
 SOURCES = ("side_file", "shards")
+# Bytes of experts a token below which a model is small, and how many times as much it decodes.
+SMALL, LONGER = 50e6, 8
 
 
 def folders(paths: list[Path]) -> list[Path]:
@@ -42,10 +47,19 @@ def folders(paths: list[Path]) -> list[Path]:
     return found
 
 
+def token_bytes(model: Path) -> float:
+    """Bytes of the experts that a token of ``model`` uses."""
+    config = json.loads((model / "config.json").read_text())
+    used = config["num_experts_per_tok"] / config["num_experts"]
+    return used * common.side_file(model).stat().st_size
+
+
 def measure(args: Namespace, model: Path, at: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The runs of one model, and its plans. Files go to the folder ``at``."""
     args = Namespace(**{**vars(args), "model": model})
     limits = common.limits_of(args)
+    if token_bytes(model) < SMALL:
+        args.decode *= LONGER
     base = common.job_of(args)
     bare = common.replace(limits, memory=None, read_mbps=None)
 
