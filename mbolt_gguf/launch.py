@@ -24,6 +24,10 @@ from mbolt_mlx.profile.mblt import is_mblt
 from mbolt_mlx.profile.trace_file import refuse_other
 
 MODES, ADVICES = ("read", "willneed"), ("random", "none")
+# GNU's OpenMP lets a thread that waits spin for milliseconds, on the core that another one needs to
+# read the experts that it waits for. So much is a few microseconds: from product to product.
+SPIN = {"GOMP_SPINCOUNT": "1000"}
+_WAITING = {"OMP_WAIT_POLICY", *SPIN}
 
 # What streaming needs → the user's flags that speak of the same.
 _FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -136,6 +140,8 @@ def prepare(
             if is_stale(model, blocks=blocks):
                 write_map(model, blocks=blocks or WHOLE)
             environment |= prefetch.environment(place)
+            if not _WAITING & environment.keys():
+                environment |= SPIN
     if trace is not None:
         refuse_other(trace, is_mblt)
         environment["MBOLT_TRACE"] = str(trace)

@@ -7,10 +7,10 @@
 A random qwen3moe model of about 1.1 GB is made in MODELS once (24 layers x 64 experts, three slices
 of 221 KB each), profiled and rewritten. Settings: stock mmap (unmodified library), and with the
 prefetcher: the file as it is, reordered (chain+pipeline), interleaved (interleave+chain) and its
-blocks read whole, or slice by slice (interleave-slices). All
-follow the same forced tokens with the same warm-up and the same advice, each in a fresh process
-with the page cache dropped, --share of the file's size as memory (page cache included) and
-readahead 128 KiB; drives: bare, 400 MB/s, 2,000 reads a second.
+blocks read whole, or slice by slice (interleave-slices). All follow the same forced tokens with the
+same warm-up, advice and way of waiting (launch.SPIN), each in a fresh process with the page cache
+dropped, --share of the file's size as memory (page cache included) and readahead 128 KiB; drives:
+bare, 400 MB/s, 2,000 reads a second.
 
 "wanted" reads are ranges of chosen experts, neighbours merged, whether in memory or not; they
 depend on tokens and layout alone and must be what the replay says. "issued" is what was not in
@@ -47,6 +47,7 @@ from mbolt_gguf.blocks import SLICES, WHOLE  # noqa: E402
 from mbolt_gguf.build import binary  # noqa: E402
 from mbolt_gguf.evaluate import DRIVER, STOCK_DRIVER, Way, evaluate  # noqa: E402
 from mbolt_gguf.experts import find_experts  # noqa: E402
+from mbolt_gguf.launch import SPIN  # noqa: E402
 from mbolt_gguf.model import Model  # noqa: E402
 from mbolt_gguf.permute import stored_orders  # noqa: E402
 from mbolt_gguf.predict import predict_pages  # noqa: E402
@@ -132,8 +133,9 @@ def command(binary: Path, model: Path, tokens: Path, args: argparse.Namespace) -
 
 
 def environment(setting: Setting, prefetch_map: Path | None, args: Any) -> dict[str, str]:
-    """The driver's environment: the prefetcher's switches, where it runs."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MBOLT_")}
+    """The driver's environment: as `mbolt-gguf run` has threads wait, and where the prefetcher runs
+    its switches."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MBOLT_")} | SPIN
     if setting.mode is None:
         return clean
     return clean | {

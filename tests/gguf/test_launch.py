@@ -13,7 +13,7 @@ from mbolt_gguf import launch
 from mbolt_gguf.blocks import SLICES, WHOLE
 from mbolt_gguf.build import binaries
 from mbolt_gguf.cli.main import main
-from mbolt_gguf.launch import Prefetch, prepare
+from mbolt_gguf.launch import SPIN, Prefetch, prepare
 from mbolt_gguf.model import Model
 from mbolt_gguf.prefetch_map import is_stale, make_map, map_path, read_map
 from mbolt_gguf.rewrite import rewrite
@@ -140,6 +140,18 @@ def test_settings_reach_the_environment(model, any_binary, tmp_path):
         "willneed", "7", "none", "1",
     ]  # fmt: skip
     assert found["MBOLT_TRACE"] == str(tmp_path / "t")
+
+
+def test_waiting_threads_leave_the_core_unless_the_user_says_how(model, any_binary, monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert prepare("llama-cli", model).environment.items() >= SPIN.items()
+    assert "GOMP_SPINCOUNT" not in prepare("llama-cli", model, prefetch=None).environment
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in prepare("llama-cli", model).environment
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert prepare("llama-cli", model).environment["GOMP_SPINCOUNT"] == "7"
 
 
 @pytest.mark.parametrize("separator", [["--"], []])
