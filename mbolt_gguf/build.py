@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -28,7 +29,12 @@ from mbolt_mlx.core.output import write_whole
 from mbolt_mlx.core.places import cache_folder
 
 DRIVER, STOCK_DRIVER = "mbolt-driver", "mbolt-driver-stock"
-TARGETS = ("llama-cli", "llama-server", "llama-perplexity", "llama-quantize", DRIVER)
+# To be loaded before an unmodified libllama; of Linux only.
+PRELOAD = "libmbolt-preload.so"
+TARGETS = (
+    *("llama-cli", "llama-server", "llama-perplexity", "llama-quantize", DRIVER),
+    *((PRELOAD,) if sys.platform == "linux" else ()),
+)
 ALSO = ("llama-completion", "llama-bench", "llama-imatrix", "llama-gguf-split", STOCK_DRIVER)
 _RECORD = "build.json"
 
@@ -45,7 +51,7 @@ class Variant:
     @classmethod
     def of(cls, pin: Pin, flags: Iterable[str], *, patched: bool) -> Variant:
         """The variant of ``pin`` with ``flags``."""
-        driver = sorted((pin.folder / "driver").iterdir())
+        driver = sorted(path for path in (pin.folder / "driver").rglob("*") if path.is_file())
         total = hashlib.sha256(f"{pin.sha256} {platform.machine()} {patched}".encode())
         for path in [*(pin.patches if patched else ()), *driver]:
             total.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
@@ -148,19 +154,28 @@ def _build(
         _make_sources(variant, work, source, quiet)
         if not quiet:
             print(f"compiling {', '.join(wanted)} ({jobs} at a time)", file=sys.stderr)
-        stock = [] if variant.patched else ["-DMBOLT_STOCK=ON"]
+        # Shared, as most people have it, so that PRELOAD can be tried on it.
+        stock = [] if variant.patched else ["-DMBOLT_STOCK=ON", "-DBUILD_SHARED_LIBS=ON"]
         options = [*variant.flags, f"-DLLAMA_TREE={work / 'src'}", *stock]
         log = work / "build.log"
         compiling.configure(work / "driver", work / "build", options, log)
         compiling.compile_targets(work / "build", wanted, log, jobs=jobs, quiet=quiet)
-        for name, path in found.items():
-            part = path.with_name(f".{name}.partial")
-            shutil.copy2(work / "build" / "bin" / name, part)
-            files.replace(part, path)
+        built = work / "build" / "bin"
+        libraries = [] if variant.patched else _libraries(built)
+        for name in [*libraries, *found]:
+            part = folder / "bin" / f".{name}.partial"
+            shutil.copy2(built / name, part)
+            files.replace(part, folder / "bin" / name)
         _write_record(variant, time.time() - started)
     finally:
         files.close(lock)
     return found
+
+
+def _libraries(folder: Path) -> list[str]:
+    """The names in ``folder`` by which programs ask for llama.cpp's libraries."""
+    name = re.compile(r"lib.+(?:\.so\.\d+|\.\d+\.dylib)")
+    return sorted(path.name for path in folder.iterdir() if name.fullmatch(path.name))
 
 
 def _make_sources(variant: Variant, work: Path, source: Path | None, quiet: bool) -> None:

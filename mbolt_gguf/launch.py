@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mbolt_gguf.blocks import AUTO, WHOLE, choose_blocks
-from mbolt_gguf.build import binary
+from mbolt_gguf.build import PRELOAD, binary
+from mbolt_gguf.elf import needed_libraries
 from mbolt_gguf.experts import MoeLayer, find_experts
 from mbolt_gguf.interleaved import KEY_INTERLEAVED
 from mbolt_gguf.model import Model
 from mbolt_gguf.prefetch_map import is_stale, map_path, write_map
-from mbolt_mlx.core.errors import BuildError
+from mbolt_mlx.core.errors import BuildError, UnsupportedError
 from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.mblt import is_mblt
 from mbolt_mlx.profile.trace_file import refuse_other
@@ -29,12 +30,13 @@ MODES, ADVICES = ("read", "willneed"), ("random", "none")
 SPIN = {"GOMP_SPINCOUNT": "1000"}
 _WAITING = {"OMP_WAIT_POLICY", *SPIN}
 
+_MAPPED = ("--load-mode", "mmap")
 # What streaming needs → the user's flags that speak of the same.
 _FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     # A repacked weight is a copy in memory: nothing is left to stream.
     ("--no-repack",): ("--repack", "-nr", "--no-repack"),
     ("--cpu-moe",): ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe", "-ot", "--override-tensor"),
-    ("--load-mode", "mmap"): ("-lm", "--load-mode"),
+    _MAPPED: ("-lm", "--load-mode"),
     # The warm-up goes through every expert: it would read the whole model.
     ("--no-warmup",): ("--warmup", "--no-warmup"),
 }
@@ -113,6 +115,7 @@ def prepare(
     *,
     prefetch: Prefetch | None = Prefetch(),  # noqa: B008 (frozen)
     trace: Path | None = None,
+    own: Path | None = None,
 ) -> Launch:
     """The launch of the built ``name`` with the model ``path`` and the user's ``flags``.
 
@@ -120,18 +123,30 @@ def prepare(
     than ``prefetch`` asks for. A model without experts gets no
     map, and none of our flags.
 
+    Args:
+        own: a program of an unmodified llama.cpp, started instead of ``name`` with our library
+            loaded before its own; experts cannot be interleaved there.
+
     Raises:
-        BuildError: when ``name`` is not built.
-        GgufError, UnsupportedError: when the model is malformed.
+        BuildError: when ``name``, or the library for ``own``, is not built.
+        GgufError, UnsupportedError: when the model is malformed, or ``own`` cannot take our library
+            or the model.
         OutputError: when the map cannot be written, or ``trace`` is a file of another kind.
     """
-    program = binary(name)
+    program = binary(name) if own is None else own.absolute()
     model = Model.open(path)
     ours: list[str] = []
     environment = dict(os.environ)
+    if own is not None:
+        before = environment.get("LD_PRELOAD")
+        environment["LD_PRELOAD"] = ":".join(
+            [str(_preload_for(program, model)), *([before] if before else [])]
+        )
     layers = find_experts(model)
     if layers:
         wanted = {**_FLAGS, **(_INTERLEAVED if model.get(KEY_INTERLEAVED) else {})}
+        if own is not None:  # older versions do not know the flag, and map the file without it
+            wanted.pop(_MAPPED)
         for flag, same in wanted.items():
             if not any(given.partition("=")[0] in same for given in flags):
                 ours += flag
@@ -147,3 +162,30 @@ def prepare(
         environment["MBOLT_TRACE"] = str(trace)
     arguments = (str(program), "-m", str(model.path), *ours, *flags)
     return Launch(program, arguments, environment)
+
+
+def _preload_for(program: Path, model: Model) -> Path:
+    """Our library, when the unmodified ``program`` can take it and ``model``."""
+    if sys.platform != "linux":
+        raise UnsupportedError(
+            "an unmodified llama.cpp can be helped on Linux only",
+            path=program, hint="leave it to what `mbolt-gguf build-llama` builds",
+        )  # fmt: skip
+    if model.get(KEY_INTERLEAVED):
+        raise UnsupportedError(
+            "an unmodified llama.cpp cannot load interleaved experts",
+            path=model.path, hint="leave it to what `mbolt-gguf build-llama` builds",
+        )  # fmt: skip
+    if not any(name.startswith(("libllama", "libggml")) for name in needed_libraries(program)):
+        raise UnsupportedError(
+            "it has llama.cpp inside, not as shared libraries, so nothing can be put before them",
+            path=program, hint="build llama.cpp with -DBUILD_SHARED_LIBS=ON",
+        )  # fmt: skip
+    library = binary(PRELOAD)
+    if set(str(library)) & set(" :"):
+        raise UnsupportedError(
+            "LD_PRELOAD takes no path with a space or a colon",
+            path=library,
+            hint="set XDG_CACHE_HOME",
+        )
+    return library

@@ -16,7 +16,8 @@ time needs no network. Prints where the binaries are.
 
 Needs cmake, a C++ compiler, and ninja or make. With ccache on the PATH a rebuild takes seconds.
 
-Targets: {", ".join(build.TARGETS)} (the default); {", ".join(build.ALSO)}."""
+Targets: {", ".join(build.TARGETS)} (the default); {", ".join(build.ALSO)}.
+{build.PRELOAD}, for a llama.cpp of your own, takes seconds (Linux)."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,8 @@ OPTIONS = (
     "--drive",
     "--stats",
     "--trace",
+    "--llama-cli",
+    "--llama-server",
 )
 
 
@@ -57,6 +59,14 @@ def add_options(parser: argparse.ArgumentParser, program: str) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the chosen experts to FILE (MBLT v1)"
     )
+    parser.add_argument(
+        f"--{program}",
+        dest="own",
+        type=Path,
+        metavar="PATH",
+        help=f"this {program} of an unmodified llama.cpp, with shared libraries, instead of ours "
+        "(Linux)",
+    )
 
 
 def start(program: str, args: argparse.Namespace) -> int:
@@ -82,6 +92,7 @@ def start(program: str, args: argparse.Namespace) -> int:
         flags,
         prefetch=None if args.no_prefetch else prefetch,
         trace=args.trace,
+        own=args.own,
     )
     launch.start()
     return 0

@@ -26,10 +26,12 @@ _CACHE = os.environ.get("XDG_CACHE_HOME")
 
 @dataclass(frozen=True)
 class Llama:
-    """``patched`` and ``stock`` are drivers on the patched and on the unmodified library."""
+    """``patched`` and ``stock`` are drivers on the patched and on the unmodified library, which is
+    shared; ``preload`` is for that one (there on Linux)."""
 
     patched: Path
     stock: Path
+    preload: Path | None = None
 
     def run(self, model: Path, tokens: Sequence[int], way: Way = AS_IT_IS, **options) -> Run:
         """Evaluate ``tokens`` with the patched library."""
@@ -52,9 +54,10 @@ def llama() -> Llama:
     with pytest.MonkeyPatch.context() as patch:
         _restore(patch)
         found = build.binaries()
-        if not found or not {DRIVER, STOCK_DRIVER} <= found.keys():
-            found = build.build(targets=[DRIVER, STOCK_DRIVER])
-    return Llama(Path(found[DRIVER]), Path(found[STOCK_DRIVER]))
+        targets = [DRIVER, STOCK_DRIVER, *({build.PRELOAD} & set(build.TARGETS))]
+        if not found or not set(targets) <= found.keys():
+            found = build.build(targets=targets)
+    return Llama(found[DRIVER], found[STOCK_DRIVER], found.get(build.PRELOAD))
 
 
 @pytest.fixture

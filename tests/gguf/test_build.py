@@ -255,6 +255,21 @@ def test_flags_decide_the_key_and_not_the_series():
     assert a.series == b.series and len({a.series, c.series, d.series}) == 3
 
 
+def test_every_file_of_the_driver_decides_the_key(tmp_path):
+    folder = tmp_path / "llama_patch"
+    shutil.copytree(Pin.read().folder, folder)
+    pin = replace(
+        Pin.read(), folder=folder, patches=tuple(folder / p.name for p in Pin.read().patches)
+    )
+    seen = {build.Variant.of(pin, [], patched=True).series}
+    paths = [path for path in (folder / "driver").rglob("*") if path.is_file()]
+    assert {path.parent.name for path in paths} == {"driver", "preload"}
+    for path in paths:
+        path.write_bytes(path.read_bytes() + b"\n")
+        seen.add(build.Variant.of(pin, [], patched=True).series)
+    assert len(seen) == len(paths) + 1
+
+
 def test_what_was_built_is_found_without_any_tool(only):
     """The second time needs no network, no compiler and no source."""
     pin = Pin.read()
