@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+import mlx.core as mx
 import numpy as np
 
 from mbolt_mlx.core import files, reads
@@ -27,8 +28,9 @@ class Fetcher:
         self.store = store
         self.direct = direct
         self.counts = PhaseStats()
-        #: called with each layer's number and choices ``[tokens, top_k]``, while they are recorded
-        self.note: Callable[[int, np.ndarray], None] | None = None
+        #: called with each layer's number and choices ``[..., top_k]``, while they are recorded; of
+        #: numpy where the engine has read them back
+        self.note: Callable[[int, mx.array | np.ndarray], None] | None = None
         self._align = 0
         self._fds: list[int] = []
         self._paths: dict[int, str] = {}

@@ -91,8 +91,7 @@ class OffloadedLayer:
     def forward_whole(self, compute: Compute, x: mx.array, indices: mx.array) -> mx.array:
         """As `forward`, for a layer that fits whole: its slot numbers are expert ids."""
         if self.fetcher.note is not None:
-            ids = np.array(indices)
-            self.fetcher.note(self.slots.store.layer, ids.reshape(-1, ids.shape[-1]))
+            self.fetcher.note(self.slots.store.layer, indices)
         return all_rows(compute, x, indices, self.slots.store.expert_bytes)
 
     def _begin(self) -> None:
