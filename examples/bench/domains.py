@@ -2,7 +2,7 @@
 """What a profile from one kind of text is worth on the same kind and on others.
 
     python examples/traces/record.py demo CORPUS -o TRACES
-    python examples/bench/domains.py TRACES [--resident 0.25] [--json OUT.json]
+    python examples/bench/domains.py TRACES [--resident 0.25] [--sessions 4] [--json OUT.json]
 
 TRACES holds DOMAIN.tune.trace and DOMAIN.judge.trace. Each domain's tune trace is profiled; each
 domain's judge trace is replayed on one block an expert in the order of ids (coalesced), in the
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mbolt_mlx.core.counts import Counts  # noqa: E402
 from mbolt_mlx.profile.counts import total  # noqa: E402
 from mbolt_mlx.profile.layout import Readable, lay_out  # noqa: E402
-from mbolt_mlx.profile.perms import Perms, make_perms  # noqa: E402
+from mbolt_mlx.profile.perms import make_perms  # noqa: E402
 from mbolt_mlx.profile.replay import Setup, replay  # noqa: E402
 from mbolt_mlx.profile.traces import DECODE, Trace, read_trace  # noqa: E402
 
@@ -55,48 +55,47 @@ def counted(
     }
 
 
-def judged(trace: Trace, perms: Perms, resident: float) -> dict[str, dict[str, float]]:
-    """What ``perms`` is worth on ``trace``, by layout."""
-    sessions = by_session(trace)
-    chain = lay_out("chain", trace.layers, perms.orders)
-    return {
-        "coalesced": counted(sessions, lay_out("coalesced", trace.layers), resident),
-        "chain": counted(sessions, chain, resident),
-        "chain, heat seed": counted(sessions, chain, resident, perms.heat),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("traces", type=Path, metavar="TRACES")
     parser.add_argument("--resident", type=float, default=0.25)
+    parser.add_argument(
+        "--sessions", type=int, default=4, help="documents judged a domain (%(default)s)"
+    )
     parser.add_argument("--json", metavar="OUT.json")
     args = parser.parse_args()
     domains = sorted(p.name.removesuffix(TUNE) for p in args.traces.glob("*" + TUNE))
     if not domains:
         parser.error(f"{args.traces}: no DOMAIN{TUNE} there; make them with examples/traces")
-    judge = {d: read_trace(args.traces / (d + JUDGE)) for d in domains}
+    judge = {d: by_session(read_trace(args.traces / (d + JUDGE)))[: args.sessions] for d in domains}
+    perms = {d: make_perms(read_trace(args.traces / (d + TUNE))) for d in domains}
     rows = []
     print(
-        "| profile | judged on | coalesced | chain | + heat seed | prompt misses: without, with |"
+        "| judged on | profile | coalesced | chain | + heat seed | prompt misses: without, with |"
     )
     print("|---|---|---|---|---|---|")
-    for profile in domains:
-        perms = make_perms(read_trace(args.traces / (profile + TUNE)))
-        for domain, trace in judge.items():
-            found = judged(trace, perms, args.resident)
-            rows.append({"profile": profile, "judged_on": domain, "layouts": found})
+    for domain, sessions in judge.items():
+        layers = sessions[0].layers
+        plain = counted(sessions, lay_out("coalesced", layers), args.resident)
+        for profile, one in perms.items():
+            ranges = lay_out("coalesced+chain", layers, one.orders)
+            found = {
+                "coalesced": plain,
+                "chain": counted(sessions, ranges, args.resident),
+                "chain, heat seed": counted(sessions, ranges, args.resident, one.heat),
+            }
+            rows.append({"judged_on": domain, "profile": profile, "layouts": found})
             reads = " | ".join(f"{one['reads_per_token']:.2f}" for one in found.values())
             missed = [found[n]["prefill_misses_per_session"] for n in ("chain", "chain, heat seed")]
             print(
-                f"| {profile} | {domain} | {reads} | {missed[0]:.1f}, {missed[1]:.1f} |", flush=True
+                f"| {domain} | {profile} | {reads} | {missed[0]:.1f}, {missed[1]:.1f} |", flush=True
             )
     if args.json:
         document = {
             "resident": args.resident,
-            "decode_tokens": {d: t.tokens(DECODE) for d, t in judge.items()},
+            "decode_tokens": {d: sum(t.tokens(DECODE) for t in some) for d, some in judge.items()},
             "rows": rows,
         }
         Path(args.json).write_text(json.dumps(document, indent=1) + "\n")

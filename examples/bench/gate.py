@@ -88,6 +88,8 @@ def main() -> int:
         )
         document = json.loads(found.read_text())
         described = common.machine.describe([folder])
+    for one in (document["drive"], *document["probes"]):
+        one["path"] = "SCRATCH"
     described["drives"] = {"SCRATCH": next(iter(described["drives"].values()))}
     document |= {"name": args.name, "limits": common.asdict(limits), "machine": described}
     out = args.out or common.RESULTS / f"gate-{args.name}-{limits.name}.json"
