@@ -17,11 +17,16 @@ from mbolt_mlx.profile.perms import read_perms
 from mbolt_mlx.profile.replay import Setup
 
 FORMAT, VERSION = "mbolt-gate", 1
+ERROR = (
+    "error a round: median over the rounds of predicted ÷ measured − 1; each round is foretold "
+    "from a probe of its own"
+)
 HELP = "predict a replay's reading time, then read the same from this drive and compare"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
+    parser.epilog = ERROR
     add = parser.add_argument
     add(
         "model",
@@ -80,6 +85,7 @@ def _works(args: argparse.Namespace) -> list[Any]:
         decode_batch=1,
     )
     trace, headers = open_trace(options)
+    trace.need_decoded(args.trace)
     perms = read_perms(args.perms) if args.perms else None
     if perms is not None:
         trace.check_model(perms.experts, args.perms, than=" than this profile")
@@ -89,6 +95,13 @@ def _works(args: argparse.Namespace) -> list[Any]:
     for name in names:
         if name not in LAYOUTS:
             raise UsageError(f"unknown layout {name!r}", expected=" or ".join(LAYOUTS))
+        if names.count(name) > 1:
+            raise UsageError(f"--layouts names {name} twice", hint="name each layout once")
+        if LAYOUTS[name][0] != "ids" and perms is None:
+            raise UsageError(
+                f"the layout {name} needs an order",
+                hint="give PERMS, the perms.json of `mbolt-mlx cluster`, after TRACE",
+            )
     resident = 0.2 if args.budget is None and args.resident is None else args.resident
     gap = headers.merge_gap if headers else None
     setup = Setup(args.policy, budget=args.budget, resident=resident, merge_gap=gap)
@@ -108,13 +121,13 @@ def lines(found: dict[str, Any]) -> list[str]:
     """The comparison for people."""
     out = [
         f"{'layout':<18}{'reads a token':>14}{'MB a token':>12}{'predicted':>12}{'measured':>12}"
-        f"{'error':>8}"
+        f"{'error a round':>15}"
     ]
     for row in found["rows"]:
         out.append(
             f"{row['layout']:<18}{row['reads_per_token']:>14.1f}"
             f"{row['bytes_per_token'] / 1e6:>12.1f}"
             f"{row['predicted_ms_per_token']:>9.1f} ms{row['measured_ms_per_token']:>9.1f} ms"
-            f"{row['error']:>8.0%}"
+            f"{row['error']:>15.0%}"
         )
-    return [*out, found["verdict"]]
+    return [*out, ERROR, found["verdict"]]

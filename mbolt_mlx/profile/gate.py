@@ -83,8 +83,11 @@ def gate(
         step: told what happens.
 
     Raises:
+        UsageError: when a layout reads nothing in these tokens, or there is no such folder.
         OutputError: when the drive has too little space.
     """
+    for work in works:
+        _check_reads(work, tokens)
     say = step or (lambda text: None)
     place = Path(folder)
     if not place.is_dir():
@@ -121,6 +124,22 @@ def gate(
         "threads": reads.THREADS,
         "rounds": rounds,
     }
+
+
+def _check_reads(work: Work, tokens: int | None) -> None:
+    """Refuse what gives nothing to measure, before it costs a scratch file."""
+    if not work.tokens:
+        raise UsageError("nothing is read while decoding: the trace has no decoded token")
+    if not work.starts:
+        raise UsageError(
+            "nothing is read while decoding: every expert that is wanted is in memory",
+            hint="give a smaller --resident or --budget",
+        )
+    if not _cut(work, tokens):
+        raise UsageError(
+            f"nothing is read in the first {tokens} decoded tokens",
+            hint="give more --tokens, or a smaller --resident or --budget",
+        )
 
 
 def _row(

@@ -95,6 +95,19 @@ class Trace:
         ]
         return np.concatenate(parts) if parts else np.zeros((0, width), np.int32)
 
+    def need_decoded(self, path: str | Path | None = None) -> None:
+        """Refuse a trace in which nothing was decoded, for what is said of decoding.
+
+        Raises:
+            TraceError: when there is no decoded token.
+        """
+        if not self.tokens(DECODE):
+            raise TraceError(
+                "the trace has no decoded token",
+                path=path,
+                hint="record one while the model answers",
+            )
+
     def check_model(
         self, experts: Mapping[int, int], path: str | Path | None = None, *, than: str = ""
     ) -> None:

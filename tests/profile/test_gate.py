@@ -145,3 +145,58 @@ def row(name, predicted, measured, again=None):
 )
 def test_the_verdict(rows, says):
     assert says in gates.verdict(rows)
+
+
+def refused(capsys, tmp_path, path, *more):
+    """The one line of an error, from a gate that wrote nothing."""
+    (tmp_path / "drive").mkdir(exist_ok=True)
+    argv = ["gate", "trace", str(path), "-o", str(tmp_path / "g.json")]
+    argv += ["--scratch", str(tmp_path / "drive"), "--rounds", "1", "--seconds", "0.5"]
+    assert main([*argv, *more]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "writing" not in err
+    assert not (tmp_path / "g.json").exists() and not list((tmp_path / "drive").iterdir())
+    return err
+
+
+def test_nothing_to_measure_is_said_before_anything_is_written(trace, tmp_path, capsys):
+    write_trace(tmp_path / "t", trace)
+    assert "is in memory; give a smaller --resident" in refused(
+        capsys, tmp_path, tmp_path / "t", "--resident", "1.0"
+    )
+    prompts = trace.part(Pass("prefill", p.chosen) for p in trace.passes)
+    write_trace(tmp_path / "p", prompts)
+    assert f"{tmp_path / 'p'}: the trace has no decoded token" in refused(
+        capsys, tmp_path, tmp_path / "p", "--resident", "0.5"
+    )
+    # The same expert again and again: read once, in the prompt.
+    same = {n: np.array([[0, 1, 2]]) for n in trace.layers}
+    steady = trace.part([Pass("prefill", same), *[Pass("decode", same)] * 9])
+    write_trace(tmp_path / "s", steady)
+    assert "is in memory" in refused(capsys, tmp_path, tmp_path / "s", "--resident", "0.5")
+    late = {n: np.array([[3, 4, 5]]) for n in trace.layers}
+    write_trace(tmp_path / "l", steady.part([*steady.passes, Pass("decode", late)]))
+    assert "in the first 1 decoded tokens; give more --tokens" in refused(
+        capsys, tmp_path, tmp_path / "l", "--resident", "0.5", "--tokens", "1"
+    )
+    ranges = lay_out("stock", prompts.layers)
+    with pytest.raises(UsageError, match="no decoded token"):
+        gate([work_of("stock", prompts, Setup(resident=0.5), ranges)], tmp_path)
+
+
+def test_layouts_that_cannot_be_compared(trace, tmp_path, capsys):
+    write_trace(tmp_path / "t", trace)
+    twice = refused(capsys, tmp_path, tmp_path / "t", "--layouts", "stock,coalesced,stock")
+    assert "--layouts names stock twice" in twice
+    for name in ("coalesced+chain", "heat"):
+        err = refused(capsys, tmp_path, tmp_path / "t", "--layouts", f"stock,{name}")
+        assert f"the layout {name} needs an order; give PERMS" in err and "--perms" not in err
+
+
+def test_the_table_says_what_its_error_is():
+    from mbolt_mlx.cli.gate import lines
+
+    one = row("stock", 98, 100) | {"reads_per_token": 1.0, "bytes_per_token": 1e6}
+    out = lines({"rows": [one | {"predicted_ms_per_token": 98.0}], "verdict": "v"})
+    assert out[0].endswith("error a round") and out[1].endswith("-2%")
+    assert out[2].startswith("error a round: median over the rounds of predicted ÷ measured")
