@@ -56,7 +56,8 @@ class Recorder:
         seconds, nbytes: when to write.
 
     Raises:
-        OutputError: when the file cannot be written, or is something else.
+        OutputError: when the file cannot be written, is something else, or is being written by
+            another recorder. A file that was made and got no header is removed.
     """
 
     def __init__(
@@ -77,10 +78,16 @@ class Recorder:
         self._last: tuple[str, int] | None = None
         self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
         refuse_other(self.path)
-        self._fd = files.open_write(self.path)
-        files.truncate(self._fd, 0, path=str(self.path))
         self._end = 0
-        self._append(_header(layers, model))
+        self._fd = self._open()
+        try:
+            files.truncate(self._fd, 0, path=str(self.path))
+            self._append(_header(layers, model))
+        except BaseException:
+            if self._new:  # a trace without a header is of no use to anyone
+                files.unlink(self.path)
+            self._shut()
+            raise
         self._due = time.monotonic() + seconds
 
     def record(self, phase: str, layer: int, ids: np.ndarray) -> None:
@@ -117,6 +124,15 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _open(self) -> int:
+        """The trace's descriptor, locked until it is closed."""
+        self._new = not self.path.exists()
+        fd = files.open_write(self.path)
+        if not files.try_lock(fd):
+            files.close(fd)
+            raise OutputError("another process is writing this trace", path=self.path)
+        return fd
 
     def _shut(self) -> None:
         if self._fd >= 0:

@@ -133,6 +133,40 @@ def test_a_recorder_does_not_overwrite_what_is_no_trace(tmp_path):
         write_trace(tmp_path / "t", made())
 
 
+def test_a_trace_has_one_writer(tmp_path):
+    path, layers = tmp_path / "t", {0: LayerInfo(8, 2)}
+    with Recorder(path, layers) as first:
+        first.record("decode", 0, np.array([[1, 2]]))
+        first.flush()
+        before = path.read_bytes()
+        with pytest.raises(OutputError, match="t: another process is writing this trace"):
+            Recorder(path, layers)
+        assert path.read_bytes() == before
+        first.record("decode", 0, np.array([[3, 4]]))
+    assert [p.chosen[0].tolist() for p in read_trace(path).passes] == [[[1, 2]], [[3, 4]]]
+    Recorder(path, layers).close()
+
+
+def test_a_drive_that_is_full_from_the_start_leaves_nothing_new(tmp_path):
+    code = (
+        "import resource, sys\n"
+        "from mbolt_mlx.core.errors import OutputError\n"
+        "from mbolt_mlx.profile.trace_file import Recorder\n"
+        "from mbolt_mlx.profile.traces import LayerInfo\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))\n"
+        "try:\n"
+        "    Recorder(sys.argv[1], {0: LayerInfo(8, 2)})\n"
+        "except OutputError as error:\n"
+        "    print(error)\n"
+    )
+    (tmp_path / "old").write_bytes(b"")
+    for name in ("new", "old"):
+        command = [sys.executable, "-c", code, str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert "cannot write" in done.stdout, done
+    assert [place.name for place in tmp_path.iterdir()] == ["old"]
+
+
 def test_a_drive_that_fails_ends_the_trace_and_not_the_model(tmp_path, caplog):
     recorder = Recorder(tmp_path / "t", {0: LayerInfo(8, 2)}, seconds=0.0)
     import os
