@@ -39,7 +39,7 @@ from mbolt_mlx.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from mbolt_mlx.core.output import write_whole
+from mbolt_mlx.core.output import check_not_pipe, write_whole
 from mbolt_mlx.core.places import cache_folder
 
 MAGIC = 0x4650424D
@@ -217,20 +217,27 @@ def write_map(
     """Write the map of ``model``, by default to `map_path`, whole or not at all; return its place.
 
     Raises:
-        OutputError: when it cannot be written, or ``path`` is a file of the model or any other
-            but an older map.
+        OutputError: when it cannot be written, or ``path`` is a pipe, in no folder, a file of the
+            model, or any other but an older map.
         UnsupportedError, GgufError: as `make_map`.
     """
     target = map_path(model) if path is None else Path(path)
     if any(files.is_same_file(target, file.path) for file in model.files):
         raise OutputError("this is a file of the model itself", path=target)
+    if path is not None:
+        check_not_pipe(target)
+        if target.is_dir():
+            raise OutputError("a folder; name a file in it", path=target)
+        if not target.parent.is_dir():
+            raise OutputError("no such folder", path=target.parent)
     if path is not None and target.is_file() and not _may_replace(target):
         raise OutputError(
             "another file is there already, and it is not a prefetch map",
             path=target, hint="choose another name or remove it",
         )  # fmt: skip
     data = make_map(model, version=version, blocks=blocks)
-    files.make_folder(target.parent)
+    if path is None:
+        files.make_folder(target.parent)
     write_whole(target, data)
     return target
 

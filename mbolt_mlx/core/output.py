@@ -50,6 +50,20 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         files.close(fd)
 
 
+def check_not_pipe(path: str | os.PathLike[str]) -> None:
+    """Refuse a pipe, socket or drive that lies in a folder: opening it may wait for ever.
+
+    A terminal, /dev/null, and the pipes that the shell names in /dev are there to be written to.
+
+    Raises:
+        OutputError: when ``path`` is one.
+    """
+    if not streams.is_special(path) or Path(path).is_char_device():
+        return
+    if not (Path(path).is_fifo() and os.path.abspath(path).startswith(("/dev/", "/proc/"))):
+        raise OutputError("a pipe or a device; name a file", path=path)
+
+
 @dataclass
 class Output:
     """A large file in the making. Use ``open_output``; all methods may be called by any thread.

@@ -13,7 +13,7 @@ from typing import Any
 
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import OutputError, ReadError
-from mbolt_mlx.core.output import write_whole
+from mbolt_mlx.core.output import check_not_pipe, write_whole
 
 _SIZE_MAX = 1 << 30
 
@@ -37,11 +37,12 @@ def check_report(path: str | os.PathLike[str], kind: str) -> None:
     """Refuse a place where no report of the format ``kind`` can go, before it costs any work.
 
     Raises:
-        OutputError: when the folder is absent, or another file is there already.
+        OutputError: when the folder is absent, or a pipe or another file is there already.
     """
     path = Path(path)
     if path.is_dir():
         raise OutputError("a folder; name a file in it", path=path)
+    check_not_pipe(path)
     if not path.parent.is_dir():
         raise OutputError("no such folder", path=path.parent)
     if not path.is_file() or path.stat().st_size == 0:

@@ -44,3 +44,18 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(tmp_path):
     with pytest.raises(OutputError, match="no such folder"):
         check_report(tmp_path / "no" / "a.json", "mbolt-x")
     check_report(os.devnull, "mbolt-x")
+    os.mkfifo(tmp_path / "ff")
+    for attempt in (
+        lambda: check_report(tmp_path / "ff", "mbolt-x"),
+        lambda: write_report(tmp_path / "ff", DOCUMENT),
+    ):
+        with pytest.raises(OutputError, match="ff: a pipe or a device; name a file"):
+            attempt()
+
+
+def test_a_pipe_that_the_shell_made_is_written_to():
+    end, other = os.pipe()
+    write_report(f"/dev/fd/{other}", DOCUMENT)
+    os.close(other)
+    with open(end, encoding="utf-8") as stream:
+        assert json.load(stream) == DOCUMENT

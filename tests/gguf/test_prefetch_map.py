@@ -206,6 +206,18 @@ def test_a_map_replaces_a_map_and_no_other_file(plain, tmp_path):
     assert place.read_bytes() == b"GGUF and more"
 
 
+def test_a_place_where_no_map_can_go(plain, tmp_path):
+    os.mkfifo(tmp_path / "ff")
+    for name, says in (
+        ("ff", "a pipe or a device; name a file"),
+        ("nofolder/a.map", "nofolder: no such folder"),
+        ("", "a folder; name a file in it"),
+    ):
+        with pytest.raises(OutputError, match=says):
+            write_map(plain, tmp_path / name)
+    assert [place.name for place in tmp_path.iterdir()] == ["ff"]
+
+
 def test_damaged_maps(plain, split):
     for model in (plain, split):
         data = make_map(model)
@@ -244,7 +256,7 @@ def test_the_command_chooses_blocks_by_the_drive(tmp_path, capsys):
 
 
 def test_the_command(plain, split, tmp_path, capsys):
-    place = tmp_path / "deep" / "x.mbpf"
+    place = tmp_path / "x.mbpf"
     assert commands.main(["prefetch-map", str(split.path), "-o", str(place)]) == 0
     assert "MBPF v3, 2 layers, 6 tensors or slices in " in capsys.readouterr().out
     assert place.read_bytes() == make_map(split)
