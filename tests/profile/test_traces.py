@@ -163,7 +163,7 @@ def test_a_drive_that_is_full_from_the_start_leaves_nothing_new(tmp_path):
     for name in ("new", "old"):
         command = [sys.executable, "-c", code, str(tmp_path / name)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert "cannot write" in done.stdout, done
+        assert "write failed" in done.stdout, done
     assert [place.name for place in tmp_path.iterdir()] == ["old"]
 
 
@@ -400,3 +400,13 @@ def test_packed_in_several_parts(tmp_path, pack):
     (tmp_path / "t").write_bytes(pack(text[:200]) + pack(text[200:]))
     (tmp_path / "u").write_bytes(text)
     assert same(read_trace(tmp_path / "t"), read_trace(tmp_path / "u"))
+
+
+def test_a_trace_of_another_top_k_or_with_fewer_layers_is_refused():
+    trace = made(layers=(3, 5))
+    experts = {3: 16, 5: 16}
+    trace.check_model(experts, top_k={3: 4, 5: 4})
+    with pytest.raises(TraceError, match="layer 5 .*experts a token; expected 2, found 4"):
+        trace.check_model(experts, top_k={3: 4, 5: 2})
+    with pytest.raises(TraceError, match="lacks layer 4.*; record all layers"):
+        trace.check_model({**experts, 4: 16}, top_k={3: 4, 4: 4, 5: 4})
