@@ -88,7 +88,7 @@ def test_table_and_json_on_stdout(tiny_model, capsys):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what the drive reads")
 def test_cold_is_proven_or_the_command_fails(tiny_model, tmp_path, capsys):
     out = tmp_path / "out.json"
-    options = ["--resident", "0.25", "--no-side-file", "--cold", "--direct", "--json", str(out)]
+    options = ["--resident", "0.25", "--no-side-file", "--cold", "--json", str(out)]
     status = bench(tiny_model, *options)
     (run,) = json.loads(out.read_text())["runs"]
     if "error" in run:
@@ -108,8 +108,28 @@ def test_a_warm_run_that_was_asked_to_be_cold_fails(tiny_model, monkeypatch, cap
     warm = {"engine": "mbolt", "resident": 0.25, "side_file": None, "policy": "lru", "cold": False}
     warm |= {"cold_asked": True, "cold_reason": "in decode the drive read 0.10", "decode_tps": 1.0}
     monkeypatch.setattr(plan, "run_job", lambda job: dict(warm))
-    assert bench(tiny_model, "--resident", "0.25", "--cold") == 1
-    assert "not cold: in decode the drive read 0.10" in capsys.readouterr().err
+    assert bench(tiny_model, "--resident", "0.25", "--cold", "--runs", "3") == 1
+    err = capsys.readouterr().err
+    assert err.count("not cold: in decode the drive read 0.10 (and 2 more of mbolt)") == 1
+    assert err.count("is not cold") == 1
+
+
+@pytest.mark.parametrize(
+    "options, direct",
+    [([], None), (["--cold"], True), (["--cold", "--no-direct"], False), (["--direct"], True)],
+)
+def test_cold_reads_past_the_page_cache(tiny_model, monkeypatch, options, direct):
+    from mbolt_mlx.bench import plan
+
+    asked = []
+
+    def note(job):
+        asked.append(job.direct)
+        return plan.failed(job, "not run")
+
+    monkeypatch.setattr(plan, "run_job", note)
+    assert bench(tiny_model, "--resident", "0.25", *options) == 1
+    assert asked == [direct]
 
 
 @pytest.mark.parametrize(
