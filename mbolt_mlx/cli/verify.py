@@ -9,7 +9,7 @@ from pathlib import Path
 from mbolt_mlx.cli.experts import open_experts
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.storage.checkpoint import Checkpoint
-from mbolt_mlx.storage.locate import default_side_file
+from mbolt_mlx.storage.locate import present_side_file
 from mbolt_mlx.storage.verify import verify
 
 HELP = "compare a side-file with its model, byte for byte"
@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = Checkpoint.open(
         resolve(args.model, revision=args.revision, progress=not args.quiet)
     )
+    side_file = args.side_file or present_side_file(checkpoint, args.model)
     layers, computer = open_experts(checkpoint)
-    side_file = args.side_file or default_side_file(checkpoint)
     report = verify(
         checkpoint,
         layers,

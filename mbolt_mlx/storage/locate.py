@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mbolt_mlx.core.errors import CheckpointError, MboltError, ReadError, SideFileError, UsageError
+from mbolt_mlx.core import files
+from mbolt_mlx.core.errors import (
+    CheckpointError,
+    MboltError,
+    ReadError,
+    SideFileError,
+    UsageError,
+    VerifyError,
+)
 from mbolt_mlx.core.places import cache_folder
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.computed import check_computed
@@ -18,6 +27,7 @@ from mbolt_mlx.storage.plan import TENSOR_SUFFIX
 from mbolt_mlx.storage.stamp import Source, sample_of, source_of
 
 NAME = "experts.safetensors"
+_HEAD = 4096  # a side-file's header says what it is first
 _REWRITE = "write it again with mbolt-mlx coalesce"
 
 
@@ -43,6 +53,28 @@ def default_side_file(checkpoint: Checkpoint) -> Path:
     sampled = source_of(checkpoint, sample=True)
     own = "".join(shard.sample_sha256 or "" for shard in sampled.shards)
     return first.with_name(f"experts-{hashlib.sha256(own.encode()).hexdigest()[:8]}.safetensors")
+
+
+def present_side_file(checkpoint: Checkpoint, model: str) -> Path:
+    """`default_side_file`, which must be there; ``model`` is what the user calls the model.
+
+    Raises:
+        SideFileError: when it is not.
+        VerifyError: when the one that is there was written before the source changed.
+    """
+    path = default_side_file(checkpoint)
+    if path.exists() or path.is_symlink():
+        return path
+    shared = _shared_place(checkpoint)
+    if shared.exists():  # of a source with the same headers: as the engine takes it
+        try:
+            check_source(shared, Manifest.read(manifest_path(shared)).source, checkpoint)
+        except SideFileError as error:
+            raise VerifyError(error.message, path=shared, hint=error.hint) from error
+    raise SideFileError(
+        "there is no side-file of this model yet", path=checkpoint.path,
+        hint=f"run `mbolt-mlx coalesce --model {shlex.quote(model)}`, or name one",
+    )  # fmt: skip
 
 
 def find_side_file(
@@ -80,12 +112,36 @@ def open_side_file(
         SideFileError: with the reason why it cannot be used.
     """
     path = Path(path)
+    check_is_side_file(path)
     header = _header(path)
     manifest = Manifest.read(_manifest_of(path))
     check_header(path, header, manifest)
     check_source(path, manifest.source, checkpoint)
     check_geometry(path, manifest, layers)
     return SideFile(path, manifest, check_computed(path, manifest, layers))
+
+
+def check_is_side_file(path: Path) -> None:
+    """Refuse what never was a side-file, by its beginning; a damaged one passes.
+
+    Raises:
+        SideFileError: when it is none, is absent, or cannot be read.
+    """
+    if not path.is_file():
+        raise SideFileError("not a regular file" if path.exists() else "no such file", path=path)
+    if manifest_path(path).exists():
+        return
+    try:
+        fd = files.open_read(path)
+        try:
+            head = bytearray(min(_HEAD, files.size_and_mtime(fd)[0]))
+            files.pread_into(fd, [memoryview(head)], 0, path=str(path))
+        finally:
+            files.close(fd)
+    except ReadError as error:
+        raise SideFileError(error.message, path=path) from error
+    if f'"{FORMAT}"'.encode() not in head:
+        raise SideFileError("not a side-file", path=path)
 
 
 def read_side_file(path: Path) -> tuple[Header, Manifest]:
@@ -113,8 +169,7 @@ def _header(path: Path) -> Header:
     except CheckpointError as error:
         raise SideFileError(
             f"not a whole side-file: {error.message}", path=path, tensor=error.tensor,
-            offset=error.offset, expected=error.expected, found=error.found,
-            hint=_REWRITE if path.exists() else None,
+            offset=error.offset, expected=error.expected, found=error.found, hint=_REWRITE,
         ) from error  # fmt: skip
 
 

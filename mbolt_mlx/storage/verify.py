@@ -26,7 +26,7 @@ from mbolt_mlx.storage.gather import (
     Window,
     windows_of,
 )
-from mbolt_mlx.storage.locate import SideFile, open_side_file
+from mbolt_mlx.storage.locate import SideFile, check_is_side_file, open_side_file
 from mbolt_mlx.storage.manifest import LayerEntry, Manifest, manifest_path
 from mbolt_mlx.storage.plan import PlannedLayer
 
@@ -75,13 +75,11 @@ def verify(
 
     Raises:
         VerifyError: with the first difference: layer, expert, piece and byte of the side-file.
-        SideFileError: when there is no such file.
+        SideFileError: when there is no such file, or it is no side-file.
         ReadError: when either cannot be read.
     """
     path = side_file.path if isinstance(side_file, SideFile) else Path(side_file)
-    if not path.is_file():
-        what = "not a regular file" if path.exists() else "no such file"
-        raise SideFileError(what, path=path)
+    check_is_side_file(path)
     try:
         opened = open_side_file(path, checkpoint, layers)
     except SideFileError as error:

@@ -197,7 +197,7 @@ def test_truncated(pair, keep):
 
 def test_deleted(pair):
     pair.target.unlink()
-    pair.refused("No such file")
+    pair.refused("no such file")
 
 
 def test_bytes_appended(pair):
