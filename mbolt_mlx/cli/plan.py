@@ -11,6 +11,7 @@ import numpy as np
 from mbolt_mlx.cli.arguments import MODEL_HELP, fraction, memory_limit
 from mbolt_mlx.cli.drive import add_drive, open_law
 from mbolt_mlx.cli.headers import open_headers
+from mbolt_mlx.cli.traces import check_traced
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.memory import total_memory
@@ -80,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     trace = read_trace(args.trace) if args.trace else None
     perms = read_perms(args.perms) if args.perms else None
     if trace is not None:
-        trace.check_model({layer: s.experts for layer, s in headers.shapes.items()}, args.trace)
+        trace.need_decoded(args.trace)
+        check_traced(trace, headers, args.trace)
     if trace is not None and perms is not None:
         trace.check_model(perms.experts, args.perms, than=" than this profile")
     found = make_plan(

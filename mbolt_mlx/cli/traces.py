@@ -60,7 +60,7 @@ def open_trace(args: argparse.Namespace) -> tuple[Trace, Sizes | None]:
     headers = None
     if args.model is not None:
         headers = open_headers(args.model, revision=args.revision)
-        trace.check_model({n: s.experts for n, s in headers.shapes.items()}, args.trace)
+        check_traced(trace, headers, args.trace)
         trace = with_infos(trace, headers.infos)
     changes = {"expert_bytes": args.expert_bytes, "pieces": args.pieces}
     changes = {key: value for key, value in changes.items() if value is not None}
@@ -68,6 +68,35 @@ def open_trace(args: argparse.Namespace) -> tuple[Trace, Sizes | None]:
         infos = {layer: replace(info, **changes) for layer, info in trace.layers.items()}
         trace = with_infos(trace, infos)
     return trace, headers
+
+
+def check_traced(trace: Trace, headers: Sizes, path: str) -> None:
+    """Refuse a trace, of the file ``path``, that is not of the model with ``headers``.
+
+    The layers by which a GGUF model predicts further tokens need not be there: llama.cpp computes
+    them only where it is asked to guess ahead.
+
+    Raises:
+        TraceError: naming the layer that differs or lacks.
+    """
+    shapes = headers.shapes
+    ahead = _ahead(headers)
+    trace.check_model(
+        {n: s.experts for n, s in shapes.items()},
+        path,
+        top_k={n: s.top_k for n, s in shapes.items() if n not in ahead or n in trace.layers},
+    )
+
+
+def _ahead(headers: Sizes) -> range:
+    """The last layers of a GGUF model, which predict further tokens; empty where it has none."""
+    source = getattr(headers, "source", None)
+    count, more = (
+        source.get(key, 0) if source else 0 for key in ("block_count", "nextn_predict_layers")
+    )
+    if type(count) is not int or type(more) is not int or more <= 0:
+        return range(0)
+    return range(count - more, count)
 
 
 def with_infos(trace: Trace, infos: Mapping[int, LayerInfo]) -> Trace:

@@ -130,11 +130,15 @@ def make_plan(
         free_bytes: space on the drive where the side-file would go.
 
     Raises:
-        TraceError: when the trace is of another model.
+        TraceError: when the trace is of another model, or nothing was decoded in it.
     """
     assume = assume or Assumptions()
     if trace is not None:
-        trace.check_model({layer: s.experts for layer, s in model.layers.items()})
+        trace.need_decoded()
+        trace.check_model(
+            {layer: s.experts for layer, s in model.layers.items()},
+            top_k={layer: s.top_k for layer, s in model.layers.items()},
+        )
         trace = _with_sizes(trace, model)
     shapes = list(model.layers.values())
     rows = [_row(model, assume, slots_at(shapes, r), r, trace, perms) for r in residents]
@@ -271,17 +275,13 @@ def _pace(model: Model, assume: Assumptions, slots: Mapping[int, int]) -> Pace:
 
 
 def _with_sizes(trace: Trace, model: Model) -> Trace:
-    """The trace on the model's own sizes and top_k, which may be another quantisation's."""
+    """The trace on the model's own sizes, which may be another quantisation's."""
     layers = {
         layer: LayerInfo(
             info.experts, info.top_k, model.layers[layer].expert_bytes, round(model.pieces)
         )
         for layer, info in trace.layers.items()
     }
-    known = set(trace.layers)
-    for layer, shape in model.layers.items():
-        if layer not in known:
-            layers[layer] = LayerInfo(shape.experts, shape.top_k, shape.expert_bytes)
     passes = tuple(Pass(p.phase, p.chosen, p.session) for p in trace.passes)
     return Trace(passes, dict(sorted(layers.items())), trace.model, trace.notes)
 

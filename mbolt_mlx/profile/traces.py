@@ -109,7 +109,12 @@ class Trace:
             )
 
     def check_model(
-        self, experts: Mapping[int, int], path: str | Path | None = None, *, than: str = ""
+        self,
+        experts: Mapping[int, int],
+        path: str | Path | None = None,
+        *,
+        than: str = "",
+        top_k: Mapping[int, int] | None = None,
     ) -> None:
         """Refuse when the trace is not of a model with these layers.
 
@@ -117,6 +122,8 @@ class Trace:
             experts: layer number → experts, of the model.
             path: of the trace, for the error; or of what gave ``experts``.
             than: what the error says of it then, as " than this profile".
+            top_k: layer number → experts a token, of the layers that the trace must have, all of
+                them; None asks nothing of it (a profile says only what it knows).
 
         Raises:
             TraceError: naming the first layer that differs.
@@ -135,6 +142,21 @@ class Trace:
                     path=path,
                     expected=experts[layer],
                     found=info.experts,
+                )
+        for layer, width in sorted((top_k or {}).items()):
+            if layer not in self.layers:
+                raise TraceError(
+                    f"the trace lacks layer {layer}, which has experts in the model{than}",
+                    path=path,
+                    hint="record all layers of this model, or give the model that was traced",
+                )
+            if self.layers[layer].top_k != width:
+                raise TraceError(
+                    f"the trace is of another model{than}: layer {layer} chose another number of "
+                    "experts a token",
+                    path=path,
+                    expected=width,
+                    found=self.layers[layer].top_k,
                 )
 
     def part(self, passes: Iterable[Pass]) -> Trace:

@@ -217,3 +217,27 @@ def test_plan_names_the_trace_or_the_profile_of_another_model(capsys, trace, tmp
     assert f"{perms}: the trace is of another model than this profile: it has a layer 1" in (
         told(capsys, *argv, status=2).err
     )
+
+
+@pytest.mark.parametrize(
+    ("infos", "says"),
+    [
+        ({0: LayerInfo(8, 4), 1: LayerInfo(8, 4)}, "layer 0 chose another number of experts a"),
+        ({1: LayerInfo(8, 2)}, "lacks layer 0, which has experts in the model; record all layers"),
+    ],
+    ids=["top_k", "layers"],
+)
+@pytest.mark.parametrize("command", ["plan", "simulate", "gate", "trace-stats", "cluster"])
+def test_a_trace_that_is_not_of_the_model(capsys, tiny_model, tmp_path, command, infos, says):
+    path = str(tmp_path / "t")
+    chosen = {n: np.arange(i.top_k)[None] for n, i in infos.items()}
+    write_trace(path, make_trace([Pass("decode", chosen)] * 3, infos))
+    named = ("--model", str(tiny_model))
+    argv = {
+        "plan": (*named, "--trace", path),
+        "simulate": (*named, "--trace", path, "--resident", "0.5"),
+        "gate": (str(tiny_model), path, "-o", str(tmp_path / "o")),
+    }.get(command, (*named, path, *(("-o", str(tmp_path / "o")) if command == "cluster" else ())))
+    err = told(capsys, command, *argv, status=2).err
+    assert err.count("\n") == 1 and f"{path}: the trace" in err and says in err
+    assert not (tmp_path / "o").exists()

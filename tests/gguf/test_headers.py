@@ -22,7 +22,7 @@ from mbolt_mlx.profile.replay import Setup, replay
 from mbolt_mlx.profile.trace_file import write_trace
 from mbolt_mlx.profile.traces import LayerInfo, Pass, make_trace
 from tests.gguf import made
-from tests.gguf.conftest import F16, F32, Q8_0
+from tests.gguf.conftest import F16, F32, Q8_0, value
 from tests.gguf.llama import random_perms
 from tests.gguf.makers import make_gguf
 
@@ -285,3 +285,22 @@ def test_a_plan_says_what_there_is_instead(capsys, tmp_path):
 @pytest.mark.parametrize("command", ["gate", "simulate", "stats", "cluster"])
 def test_help_says_so(capsys, command):
     assert "a GGUF file" in " ".join(told(capsys, command, "--help").out.split())
+
+
+def test_layers_that_guess_ahead_need_not_be_traced(capsys, tmp_path):
+    ahead = dense_first(
+        tmp_path / "a.gguf",
+        keys=[
+            *made.values(),
+            value("test.block_count", "u32", 3),
+            value("test.nextn_predict_layers", "u32", 1),
+        ],
+    )
+    trace_of(tmp_path / "t", layers=(1,))
+    argv = ("simulate", "--trace", tmp_path / "t", "--resident", "0.5", "--model")
+    told(capsys, *argv, ahead)
+    all_layers = dense_first(tmp_path / "b.gguf")
+    assert "the trace lacks layer 2" in says(capsys, *argv, all_layers)
+    trace_of(tmp_path / "u", layers=(2,))
+    argv = ("simulate", "--trace", tmp_path / "u", "--resident", "0.5", "--model")
+    assert "the trace lacks layer 1" in says(capsys, *argv, ahead)
