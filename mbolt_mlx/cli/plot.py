@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 from mbolt_mlx.cli.arguments import fraction
-from mbolt_mlx.core.errors import ReadError, TraceError, UsageError
+from mbolt_mlx.core import files
+from mbolt_mlx.core.errors import TraceError, UsageError
 from mbolt_mlx.profile import charts
 from mbolt_mlx.profile.perms import make_perms, read_perms
-from mbolt_mlx.profile.traces import read_trace
+from mbolt_mlx.profile.traces import Trace, read_trace
 
 HELP = "draw hit rates, reads by layout, predicted against measured, or which experts fire together"
 _SOURCES = {"side_file": "side-file", "shards": "own files"}
+_SIZE_MAX, _MS_MAX = 64 << 20, 1e12
 KINDS = ("hits", "layouts", "measured", "coactivation")
 
 
@@ -40,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
     elif args.kind == "hits":
         names = [_name(path) for path in args.files]
         names = names if len({*names}) == len(names) else args.files
-        traces = {name: read_trace(path) for name, path in zip(names, args.files, strict=True)}
+        traces = {name: _decoded(path) for name, path in zip(names, args.files, strict=True)}
         done = charts.hit_rates(traces, args.output)
     else:
         if len(args.files) != 1:
             raise UsageError(f"`{args.kind}` draws one trace", found=f"{len(args.files)} files")
-        trace = read_trace(args.files[0])
+        trace = _decoded(args.files[0])
         if args.kind == "layouts":
             perms = read_perms(args.perms) if args.perms else make_perms(trace, phase=None)
             trace.check_model(perms.experts, args.perms, than=" than this profile")
@@ -58,6 +60,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _decoded(path: str) -> Trace:
+    trace = read_trace(path)
+    trace.need_decoded(path)
+    return trace
+
+
 def _name(path: str) -> str:
     return Path(path).name.split(".")[0]
 
@@ -65,7 +73,7 @@ def _name(path: str) -> str:
 def _points(path: str) -> list[dict]:
     """Predicted and measured milliseconds a token in what `gate` or plan_check.py wrote."""
     try:
-        document = json.loads(Path(path).read_bytes())
+        document = json.loads(files.read_whole(path, limit=_SIZE_MAX))
         if "plan_check" in document:
             rows = document["plan_check"]["rows"]
             labels = [f"{row['model']}, {_SOURCES[row['source']]}" for row in rows]
@@ -73,7 +81,7 @@ def _points(path: str) -> list[dict]:
             rows = document["rows"]
             name = document.get("name", Path(path).stem)
             labels = [f"{name}, {row['layout']}" for row in rows]
-        return [
+        points = [
             {
                 "label": label,
                 "predicted": float(row["predicted_ms_per_token"]),
@@ -81,7 +89,17 @@ def _points(path: str) -> list[dict]:
             }
             for label, row in zip(labels, rows, strict=True)
         ]
-    except OSError as error:
-        raise ReadError(f"cannot open: {error.strerror}", path=path) from error
-    except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError):
         raise TraceError("not what `gate` or plan_check.py wrote", path=path) from None
+    if not points:
+        raise TraceError("there are no rows to draw", path=path)
+    for number, point in enumerate(points):
+        for name in ("predicted", "measured"):
+            if not 0 < point[name] < _MS_MAX:  # nor not a number
+                raise TraceError(
+                    f"row {number}: {name}_ms_per_token has no meaning",
+                    path=path,
+                    expected="milliseconds above 0",
+                    found=f"{point[name]:g}",
+                )
+    return points

@@ -8,7 +8,7 @@ from typing import Any
 
 from mbolt_mlx.cli.arguments import fraction, memory_limit
 from mbolt_mlx.cli.drive import add_drive, open_law
-from mbolt_mlx.cli.traces import add_trace, open_trace
+from mbolt_mlx.cli.traces import add_trace, open_trace, share
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.residency import DEFAULT_POLICY, POLICIES
 from mbolt_mlx.core.sizes import format_size
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         "scope": args.scope,
         "layout": layout,
         **summary(counts, law),
-        "belady_decode_hit_rate": best.decode.hit_rate if best else None,
+        "belady_decode_hit_rate": best.decode.hit_rate if best and best.decode.tokens else None,
         **law_document(law),
     }
     print(json.dumps(found, indent=2) if args.json else table(found))
@@ -101,35 +101,55 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(counts: PassCounts, law: Law) -> dict[str, Any]:
-    """The figures of a replay, as JSON values; those without a phase's name are of decoding."""
+    """The figures of a replay, as JSON values; those without a phase's name are of decoding.
+
+    Rates and averages of a phase without tokens are None.
+    """
     out: dict[str, Any] = {}
     for phase, one in (("prefill", counts.prefill), ("decode", counts.decode)):
-        out[f"{phase}_hit_rate"] = one.hit_rate
+        out[f"{phase}_hit_rate"] = one.hit_rate if one.tokens else None
         for name in ("tokens", "hits", "misses", "reads", "bytes", "evictions"):
             out[f"{phase}_{name}"] = getattr(one, name)
         out[f"{phase}_ms_per_token"] = _ms(one, law)
     decode = counts.decode
-    out["decode_hit_rate_range"] = list(bootstrap(counts.hits_by_pass()))
-    out["misses_per_token"] = decode.per_token("misses")
-    out["reads_per_token"] = decode.per_token("reads")
-    out["bytes_per_token"] = decode.per_token("bytes")
+    rates = counts.hits_by_pass()
+    out["decode_hit_rate_range"] = list(bootstrap(rates)) if decode.tokens else None
+    for name in ("misses", "reads", "bytes"):
+        out[f"{name}_per_token"] = decode.per_token(name) if decode.tokens else None
     out["ms_per_token"] = _ms(decode, law)
     return out
 
 
-def _ms(counts: Counts, law: Law) -> float:
+def _ms(counts: Counts, law: Law) -> float | None:
+    if not counts.tokens:
+        return None
     return 1e3 * law.seconds(counts.per_token("reads"), counts.per_token("bytes"))
 
 
 def table(found: dict[str, Any]) -> str:
     """The same for people."""
-    low, high = found["decode_hit_rate_range"]
-    best = found["belady_decode_hit_rate"]
     rows = [
         ("replayed", f"{found['policy']}, scope {found['scope']}, layout {found['layout']}"),
         ("tokens", f"{found['prefill_tokens']} prefill, {found['decode_tokens']} decode"),
-        ("decode hit rate", f"{found['decode_hit_rate']:.1%} (95 % range {low:.1%} to {high:.1%})"),
-        *([("optimum (Belady)", f"{best:.1%}")] if best is not None else []),
+        *_decoded(found),
+        ("prefill misses", f"{found['prefill_misses']} in {found['prefill_reads']} reads"),
+    ]
+    return "\n".join(f"{name:<18}{value}" for name, value in rows)
+
+
+def _decoded(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows about decoding, each "-" where nothing was decoded."""
+    best = found["belady_decode_hit_rate"]
+    if not found["decode_tokens"]:
+        names = ("decode hit rate", *(f"{n} a token" for n in ("misses", "reads", "bytes")))
+        return [(name, "-") for name in (*names, "reading a token")]
+    low, high = found["decode_hit_rate_range"]
+    return [
+        (
+            "decode hit rate",
+            f"{share(found['decode_hit_rate'])} (95 % range {share(low)} to {share(high)})",
+        ),
+        *([("optimum (Belady)", share(best))] if best is not None else []),
         ("misses a token", f"{found['misses_per_token']:.2f}"),
         ("reads a token", f"{found['reads_per_token']:.2f}"),
         ("bytes a token", format_size(found["bytes_per_token"])),
@@ -138,6 +158,4 @@ def table(found: dict[str, Any]) -> str:
             f"{found['ms_per_token']:.1f} ms at {found['t_op_s'] * 1e6:.0f} µs a read and "
             f"{format_size(found['bytes_per_s'])}/s",
         ),
-        ("prefill misses", f"{found['prefill_misses']} in {found['prefill_reads']} reads"),
     ]
-    return "\n".join(f"{name:<18}{value}" for name, value in rows)

@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-from mbolt_mlx.cli.traces import add_trace, open_trace
+from mbolt_mlx.cli.traces import add_trace, open_trace, share
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.trace_stats import trace_stats
 
@@ -58,7 +58,7 @@ def lines(found: dict[str, Any], by_layer: bool = False) -> list[str]:
     out += ["", "decode hit rate by the share of experts in memory"]
     out.append(f"{'':<16}" + "".join(f"{float(r):>8.0%}" for r in head))
     for policy, rates in curve.items():
-        out.append(f"{policy:<16}" + "".join(f"{rates[r]:>8.1%}" for r in head))
+        out.append(f"{policy:<16}" + "".join(f"{share(rates[r]):>8}" for r in head))
     if by_layer:
         out += ["", f"{'layer':>5} {'entropy':>8} {'reuse':>6} {'unused':>7}  hottest"]
         for y in found["by_layer"]:

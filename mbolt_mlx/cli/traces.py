@@ -99,6 +99,11 @@ def _ahead(headers: Sizes) -> range:
     return range(count - more, count)
 
 
+def share(rate: float | None) -> str:
+    """A hit rate in per cent; "-" where there was nothing to hit."""
+    return "-" if rate is None else f"{rate:.1%}"
+
+
 def with_infos(trace: Trace, infos: Mapping[int, LayerInfo]) -> Trace:
     """``trace`` with the sizes and pieces of ``infos``; its own experts and top_k stay."""
     layers = {

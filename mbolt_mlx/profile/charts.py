@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.core import files, streams
+from mbolt_mlx.core.errors import OutputError, UsageError
 from mbolt_mlx.core.output import write_whole
 from mbolt_mlx.profile import cluster
 from mbolt_mlx.profile.layout import lay_out
@@ -19,7 +20,9 @@ from mbolt_mlx.profile.traces import DECODE, Trace
 
 RESIDENTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 _FAR = 10
-_ENDINGS = (".png", ".svg", ".pdf")
+# Ending → what a file of the kind begins with, or has near its beginning.
+_ENDINGS = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<svg", ".pdf": b"%PDF-"}
+_HEAD = 4096
 
 
 def hit_rates(
@@ -126,12 +129,45 @@ def _label(policy: str) -> str:
 def _figure(output: str | Path, panels: int) -> tuple[Any, Any]:
     if Path(output).suffix.lower() not in _ENDINGS:
         raise UsageError("a picture ends in .png, .svg or .pdf", path=output)
+    _check_place(Path(output))
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("pictures need matplotlib", hint="pip install 'mbolt-mlx[plot]'") from None
     figure = Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
     return figure, np.atleast_1d(figure.subplots(1, panels))
+
+
+def _check_place(path: Path) -> None:
+    """Never replace a file that is no picture of the kind, and say so before any work.
+
+    Raises:
+        OutputError: when one is there, or a folder, a pipe or a device is, or no folder holds it.
+    """
+    if path.is_dir():
+        raise OutputError("a folder; name a file in it", path=path)
+    if not path.parent.is_dir():
+        raise OutputError("no such folder", path=path.parent)
+    if streams.is_special(path):
+        raise OutputError("a pipe or a device; name a file", path=path)
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    fd = files.open_read(path)
+    try:
+        head = bytearray(min(path.stat().st_size, _HEAD))
+        files.pread_into(fd, [memoryview(head)], 0, path=str(path))
+    finally:
+        files.close(fd)
+    kind = path.suffix.lower()
+    magic = _ENDINGS[kind]
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    is_one = text[:1] == b"<" and magic in head if kind == ".svg" else head.startswith(magic)
+    if not is_one:
+        raise OutputError(
+            f"another file is there already, and it is no {kind} picture",
+            path=path,
+            hint="choose another name or remove it",
+        )
 
 
 def _save(figure: Any, output: str | Path) -> Path:

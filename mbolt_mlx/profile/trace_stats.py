@@ -28,14 +28,17 @@ def trace_stats(
     ``reuse`` the share of a token's experts that the token before chose too; ``lift_mean`` the
     mean over pairs, by how often they fire, of P(both) ÷ (P(one) · P(other)); ``working_set``
     the mean number of different experts a layer in windows of so many tokens; ``hit_rates`` the
-    decode hit rate of replays with slots a layer.
+    decode hit rate of replays with slots a layer, None where nothing was decoded.
     """
     layers = [_layer(trace, layer) for layer in trace.layers]
+    decoded = trace.tokens(DECODE) > 0
     curve = {
         policy: {
             f"{resident:g}": round(
                 replay(trace, Setup(policy, resident=resident)).decode.hit_rate, 6
             )
+            if decoded
+            else None
             for resident in residents
         }
         for policy in policies

@@ -241,3 +241,42 @@ def test_a_trace_that_is_not_of_the_model(capsys, tiny_model, tmp_path, command,
     err = told(capsys, command, *argv, status=2).err
     assert err.count("\n") == 1 and f"{path}: the trace" in err and says in err
     assert not (tmp_path / "o").exists()
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """A trace of the tiny model in which nothing was decoded."""
+    chosen = {n: np.array([[0, 1], [2, 3], [4, 5]]) for n in range(2)}
+    infos = {n: LayerInfo(8, 2) for n in range(2)}
+    write_trace(tmp_path / "prompts", make_trace([Pass("prefill", chosen)], infos))
+    return str(tmp_path / "prompts")
+
+
+def test_where_nothing_was_decoded_no_hit_rate_is_told(capsys, prompts, trace):
+    simulate = ("simulate", "--trace", prompts, "--resident", "0.5")
+    found = json.loads(told(capsys, *simulate, "--json").out)
+    for name in ("decode_hit_rate", "decode_hit_rate_range", "belady_decode_hit_rate"):
+        assert found[name] is None
+    assert found["ms_per_token"] is None and found["prefill_hit_rate"] == 0.0
+    out = told(capsys, *simulate).out.splitlines()
+    assert ["decode", "hit", "rate", "-"] in [line.split() for line in out]
+    assert "%" not in "".join(out) and "0 decode" in out[1]
+    stats = json.loads(told(capsys, "trace-stats", prompts, "--json").out)
+    assert {rate for y in stats["hit_rates"].values() for rate in y.values()} == {None}
+    lines = told(capsys, "trace-stats", prompts).out.splitlines()
+    assert ["belady", *"-" * len(stats["hit_rates"]["belady"])] == lines[-1].split()
+    told_of = json.loads(
+        told(capsys, "simulate", "--trace", trace, "--resident", "1", "--json").out
+    )
+    assert told_of["decode_hit_rate"] == 1.0
+
+
+@pytest.mark.parametrize("command", ["plan", "hits", "layouts", "coactivation"])
+def test_where_decoding_is_needed(capsys, prompts, tiny_model, tmp_path, command):
+    argv = ("plot", command, prompts, "-o", str(tmp_path / "x.png"))
+    if command == "plan":
+        argv = ("plan", "--model", str(tiny_model), "--trace", prompts)
+    err = told(capsys, *argv, status=2).err
+    assert err.count("\n") == 1
+    assert f"{prompts}: the trace has no decoded token; record one while the model" in err
+    assert not (tmp_path / "x.png").exists()

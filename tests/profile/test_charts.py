@@ -1,6 +1,7 @@
 """Pictures come out, with one command each."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ def test_a_plan_against_the_engine(tmp_path):
     [
         (["hits", "TRACE", "-o", "x.txt"], "ends in .png"),
         (["coactivation", "TRACE", "--layer", "7", "-o", "x.png"], "no layer 7"),
-        (["coactivation", "TRACE", "-o", "absent/x.png"], "absent/x.png: cannot write"),
+        (["coactivation", "TRACE", "-o", "absent/x.png"], "absent: no such folder"),
         (["layouts", "TRACE", "TRACE", "-o", "x.png"], "one trace"),
         (["measured", "TRACE", "-o", "x.png"], "not what `gate` or plan_check.py wrote"),
         (["measured", "absent", "-o", "x.png"], "absent"),
@@ -110,3 +111,68 @@ def test_what_is_held_out():
     assert {one.session for one in many.passes} == {2, 3}
     one = held_out(made(tokens=10), 0.3)
     assert [p.phase for p in one.passes] == ["prefill"] + ["decode"] * 7
+
+
+def one_line(capsys, *argv):
+    assert main([str(a) for a in argv]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "unexpected" not in err
+    return err
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("kind", ["hits", "layouts", "coactivation"])
+def test_only_a_picture_of_its_kind_is_replaced(tmp_path, trace, capsys, kind, ending):
+    output = tmp_path / f"x.{ending}"
+    argv = ("plot", kind, trace, "-o", output)
+    for data in (b"GGUF\x03\0\0\0 <svg %PDF- \x89PNG", b"\0" * 9000):
+        output.write_bytes(data)
+        assert f"{output}: another file is there already, and it is no .{ending}" in one_line(
+            capsys, *argv
+        )
+        assert output.read_bytes() == data
+    output.write_bytes(b"")
+    assert main([str(a) for a in argv]) == 0 and main([str(a) for a in argv]) == 0
+    assert output.stat().st_size > 1000
+    capsys.readouterr()
+    other = {"png": "pdf", "svg": "png", "pdf": "svg"}[ending]
+    wrong = tmp_path / f"y.{other}"
+    output.rename(wrong)
+    assert "another file is there" in one_line(capsys, *argv[:-1], wrong)
+
+
+def test_a_pipe_a_folder_or_no_folder_is_no_place_for_a_picture(tmp_path, trace, capsys):
+    os.mkfifo(tmp_path / "p.png")
+    (tmp_path / "d.png").mkdir()
+    for name, says in (("p.png", "a pipe"), ("d.png", "a folder"), ("no/x.png", "no such folder")):
+        assert says in one_line(capsys, "plot", "hits", trace, "-o", tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"rows": []}', "no rows to draw"),
+        ('{"plan_check": {"rows": []}}', "no rows to draw"),
+        *(
+            (f'{{"rows": [{{"layout": "x", "{a}": {value}, "{b}": 1}}]}}', f"row 0: {a} has no")
+            for value in ("NaN", "Infinity", "-1", "0", "1e300")
+            for a, b in (
+                ("predicted_ms_per_token", "measured_ms_per_token"),
+                ("measured_ms_per_token", "predicted_ms_per_token"),
+            )
+        ),
+        (f'{{"rows": [{{"layout": "x", "predicted_ms_per_token": {10**400}}}]}}', "not what"),
+    ],
+)
+def test_measurements_without_meaning(tmp_path, capsys, text, says):
+    (tmp_path / "g.json").write_text(text)
+    err = one_line(capsys, "plot", "measured", tmp_path / "g.json", "-o", tmp_path / "x.png")
+    assert f"{tmp_path / 'g.json'}: " in err and says in err
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_measurements_from_a_pipe_or_a_device(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        err = one_line(capsys, "plot", "measured", path, "-o", tmp_path / "x.png")
+        assert "not a regular file" in err

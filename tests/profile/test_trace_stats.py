@@ -32,4 +32,4 @@ def test_prefill_counts_where_nothing_was_decoded():
     found = trace_stats(trace)
     assert found["by_layer"][0]["tokens"] == 2
     assert found["token_bytes"] is None
-    assert found["hit_rates"]["lru"]["0.5"] == 1.0
+    assert found["hit_rates"]["lru"]["0.5"] is None
