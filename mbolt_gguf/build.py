@@ -93,6 +93,8 @@ def build(
         raise UsageError(f"there is no target {', '.join(unknown) or '(none)'}", hint=f"of {known}")
     if metal and sys.platform != "darwin":
         raise UsageError("Metal is there on macOS only")
+    if source is not None and not source.exists():  # even where nothing is left to be built of it
+        raise BuildError("no such file or folder", path=source)
     pin = Pin.read()
     flags = compiling.flags(pin.commit, metal=metal, cuda=cuda, defines=defines)
     found: dict[str, Path] = {}

@@ -23,7 +23,9 @@ def needed_libraries(path: Path) -> list[str]:
     """
     fd = files.open_read(path)
     try:
-        if os.pread(fd, 6, 0) != b"\x7fELF\x02\x01":
+        head = bytearray(min(6, files.size_and_mtime(fd)[0]))
+        files.pread_into(fd, [memoryview(head)], 0, path=str(path))
+        if head != b"\x7fELF\x02\x01":
             raise UnsupportedError("not a program (an ELF file of 64 bits)", path=path)
         with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
             return _needed(data)

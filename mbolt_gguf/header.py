@@ -122,7 +122,9 @@ def read_gguf(path: str | Path, *, file: int = 0) -> GgufFile:
     try:
         fd = files.open_read(path)
     except ReadError as error:
-        raise GgufError(error.message, path=path) from error
+        mlx = (path / "config.json").is_file()
+        hint = "it may be an MLX model, which `mbolt-mlx inspect` shows" if mlx else None
+        raise GgufError(error.message, path=path, hint=hint) from error
     try:
         size, mtime_ns = files.size_and_mtime(fd)
         return _Reader(fd, path, size, file).parse(mtime_ns)

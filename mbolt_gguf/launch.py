@@ -133,8 +133,11 @@ def prepare(
             or the model.
         OutputError: when the map cannot be written, or ``trace`` is a file of another kind.
     """
-    program = binary(name) if own is None else own.absolute()
     model = Model.open(path)
+    layers = find_experts(model)
+    if trace is not None:
+        refuse_other(trace, is_mblt)
+    program = binary(name) if own is None else own.absolute()
     ours: list[str] = []
     environment = dict(os.environ)
     if own is not None:
@@ -142,7 +145,6 @@ def prepare(
         environment["LD_PRELOAD"] = ":".join(
             [str(_preload_for(program, model)), *([before] if before else [])]
         )
-    layers = find_experts(model)
     if layers:
         wanted = {**_FLAGS, **(_INTERLEAVED if model.get(KEY_INTERLEAVED) else {})}
         if own is not None:  # older versions do not know the flag, and map the file without it
@@ -158,7 +160,6 @@ def prepare(
             if not _WAITING & environment.keys():
                 environment |= SPIN
     if trace is not None:
-        refuse_other(trace, is_mblt)
         environment["MBOLT_TRACE"] = str(trace)
     arguments = (str(program), "-m", str(model.path), *ours, *flags)
     return Launch(program, arguments, environment)
@@ -178,8 +179,9 @@ def _preload_for(program: Path, model: Model) -> Path:
         )  # fmt: skip
     if not any(name.startswith(("libllama", "libggml")) for name in needed_libraries(program)):
         raise UnsupportedError(
-            "it has llama.cpp inside, not as shared libraries, so nothing can be put before them",
-            path=program, hint="build llama.cpp with -DBUILD_SHARED_LIBS=ON",
+            "it is not linked to llama.cpp's shared libraries (libllama, libggml-base), so nothing "
+            "can be put before them",
+            path=program, hint="if it is of llama.cpp, build that with -DBUILD_SHARED_LIBS=ON",
         )  # fmt: skip
     library = binary(PRELOAD)
     if set(str(library)) & set(" :"):

@@ -23,7 +23,8 @@ from mbolt_gguf.model import Model
 from mbolt_gguf.permute import Source, stored_orders
 from mbolt_gguf.plan import block_rows, tensors_of
 from mbolt_gguf.ranges import Layout, Part, Rows
-from mbolt_mlx.core.errors import GgufError, UnsupportedError, VerifyError
+from mbolt_mlx.core.errors import GgufError, UnsupportedError, UsageError, VerifyError
+from mbolt_mlx.core.files import is_same_file
 from mbolt_mlx.core.progress import Progress
 from mbolt_mlx.core.scatter import Scatterer, aligned_buffer
 from mbolt_mlx.core.workers import work_through
@@ -50,6 +51,7 @@ def verify(original: str | Path, rewritten: str | Path, *, progress: bool = True
 
     Raises:
         VerifyError: with the first difference: the tensor, expert and byte, or the key.
+        UsageError: when the two are one file.
         GgufError: when the original is malformed, or there is no such file.
         ReadError: when either cannot be read.
     """
@@ -60,6 +62,10 @@ def verify(original: str | Path, rewritten: str | Path, *, progress: bool = True
         if not Path(rewritten).is_file():
             raise
         raise _as_difference(error) from error
+    if any(is_same_file(a.path, b.path) for a in source.files for b in result.files):
+        raise UsageError(
+            "the same file as the original: there is nothing to compare", path=rewritten
+        )
     return compare(source, result, progress=progress)
 
 

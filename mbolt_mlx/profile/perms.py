@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from mbolt_mlx.core import files
-from mbolt_mlx.core.errors import TraceError
+from mbolt_mlx.core.errors import MboltError, TraceError
 from mbolt_mlx.core.report import write_report
 from mbolt_mlx.profile import cluster
-from mbolt_mlx.profile.traces import LayerInfo, Trace
+from mbolt_mlx.profile.traces import LayerInfo, Trace, read_trace
 
 FORMAT, VERSION = "mbolt-perms", 1
 ORDERS = ("clique", "chain", "heat")
@@ -198,6 +198,12 @@ def read_perms(path: str | Path) -> Perms:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
+        if _is_trace(path):
+            raise TraceError(
+                "a trace, not a profile",
+                path=path,
+                hint="`mbolt-mlx cluster TRACE -o perms.json` makes one of it",
+            ) from error
         raise TraceError(f"not JSON: {error}", path=path) from error
     layers = document.get("layers") if isinstance(document, dict) else None
     if not isinstance(layers, list) or not layers:
@@ -212,6 +218,14 @@ def read_perms(path: str | Path) -> Perms:
         seen.add(layer["layer"])
         _check(layer, path)
     return Perms(document, hashlib.sha256(data).hexdigest())
+
+
+def _is_trace(path: str | Path) -> bool:
+    try:
+        read_trace(path)
+    except MboltError:
+        return False
+    return True
 
 
 def _check(layer: dict[str, Any], path: str | Path) -> None:

@@ -286,6 +286,8 @@ def test_what_was_built_is_found_without_any_tool(only):
     (variant.folder / "build.json").write_text(json.dumps(record))
     only()
     assert build.build(["llama-cli"]) == {"llama-cli": folder / "llama-cli"} == build.binaries()
+    with pytest.raises(BuildError, match="/nope: no such file or folder"):
+        build.build(["llama-cli"], source=Path("/nope"))
     (variant.folder / "build.json").write_text("damaged")
     assert build.binaries() is None
 

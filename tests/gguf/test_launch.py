@@ -171,6 +171,10 @@ def test_the_command_becomes_the_program(model, any_binary, capfd, tmp_path, sep
     "arguments, said",
     [
         (["run", "MODEL"], NO_BINARY),
+        (["run", "MODEL", "-p", "x"], NO_BINARY),
+        (["run", "/nope.gguf"], "/nope.gguf: cannot open"),
+        (["run", "/nope.gguf", "--", "-p", "x"], "/nope.gguf: cannot open"),
+        (["run", "--trace", "MODEL", "MODEL"], "it is not a trace"),
         (["run", "MODEL", "--stats"], "--stats is not a flag of llama-cli; it comes before"),
         (["serve", "--prefetch-threads", "0", "MODEL"], "a number from 1 to 64; found 0"),
         (["serve", "--prefetch-mode", "x", "MODEL"], "invalid choice"),
@@ -190,6 +194,13 @@ def test_a_file_that_is_no_model_is_named(any_binary, tmp_path, capsys):
     path.write_bytes(b"nothing of the kind")
     assert main(["run", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="programs of Linux")
+def test_a_program_that_is_not_of_llama_cpp(model, capsys):
+    assert main(["run", "--llama-cli", "/bin/true", str(model)]) == 2
+    err = capsys.readouterr().err
+    assert "/bin/true: it is not linked to llama.cpp's shared libraries" in err
 
 
 def test_llama_cli_runs(model, user_cache, tmp_path):

@@ -123,6 +123,13 @@ def test_what_is_wrong_is_one_line(argv, capsys):
     assert captured.err.startswith("mbolt-gguf: error: ")
 
 
+def test_a_folder_of_an_mlx_model(tiny_model, tmp_path, capsys):
+    for folder, named in ((tiny_model, True), (tmp_path, False)):
+        assert commands.main(["map", str(folder)]) == 2
+        err = capsys.readouterr().err
+        assert "not a regular file" in err and ("`mbolt-mlx inspect`" in err) == named
+
+
 def test_more_blocks_than_any_model_has(write, capsys):
     path = write(moe_values(layers=(1 << 32) - 1), moe_block(0))
     assert commands.main(["map", str(path)]) == 2

@@ -272,7 +272,8 @@ def test_what_cannot_be_helped_is_refused_in_one_line(llama, user_cache, tmp_pat
     script = tmp_path / "llama-cli"
     script.write_text("#!/bin/sh\n")
     for command, model, own, said in [
-        ("run", path, llama.patched, "it has llama.cpp inside, not as shared libraries"),
+        ("run", path, llama.patched, "it is not linked to llama.cpp's shared libraries"),
+        ("run", path, "/bin/true", "it is not linked to llama.cpp's shared libraries"),
         ("serve", block, llama.stock, "cannot load interleaved experts"),
         ("run", path, script, "not a program"),
         ("serve", path, tmp_path / "none", "none: "),

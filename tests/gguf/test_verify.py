@@ -8,7 +8,7 @@ from mbolt_gguf.header import read_gguf
 from mbolt_gguf.model import Model
 from mbolt_gguf.rewrite import rewrite
 from mbolt_gguf.verify import verify
-from mbolt_mlx.core.errors import GgufError, VerifyError
+from mbolt_mlx.core.errors import GgufError, UsageError, VerifyError
 from mbolt_mlx.profile.perms import read_perms
 from tests.gguf import made
 from tests.gguf.conftest import F32, Q8_0, value
@@ -173,6 +173,14 @@ def test_no_such_file(models, tmp_path):
     with pytest.raises(GgufError, match="not a regular file"):
         verify(models[0], tmp_path)
     assert caught.value.exit_code == 2
+
+
+def test_the_original_itself_proves_nothing(models, tmp_path):
+    path = tmp_path / "link.gguf"
+    path.symlink_to(models[0])
+    for other in (models[0], path):
+        with pytest.raises(UsageError, match="the same file as the original"):
+            verify(models[0], other, progress=False)
 
 
 def test_split_models_and_the_file_of_the_difference(tmp_path):

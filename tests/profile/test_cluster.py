@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from mbolt_mlx.core.errors import TraceError
-from mbolt_mlx.profile import cluster
+from mbolt_mlx.profile import cluster, mblt
 from mbolt_mlx.profile.perms import entropy_bits, make_perms, read_perms, write_perms
+from mbolt_mlx.profile.trace_file import write_trace
 from mbolt_mlx.profile.traces import LayerInfo, Pass, make_trace, read_trace
 from mbolt_mlx.resources import resource
 
@@ -197,6 +198,18 @@ def test_perms_without_meaning(tmp_path, layers):
     (tmp_path / "p.json").write_text("{")
     with pytest.raises(TraceError, match="not JSON"):
         read_perms(tmp_path / "p.json")
+
+
+def test_a_trace_for_a_profile(tmp_path):
+    trace = make_trace([Pass("decode", {0: np.array([[0, 1]])})], {0: LayerInfo(4, 2)})
+    write_trace(tmp_path / "own", trace)
+    (tmp_path / "mblt").write_bytes(mblt.encode(trace))
+    for place in (tmp_path / "own", tmp_path / "mblt", PUBLIC / "gemma4-26b-a4b.route.csv.xz"):
+        with pytest.raises(TraceError, match="a trace, not a profile; `mbolt-mlx cluster"):
+            read_perms(place)
+    (tmp_path / "text").write_text("neither")
+    with pytest.raises(TraceError, match="not JSON"):
+        read_perms(tmp_path / "text")
 
 
 def test_a_profile_needs_tokens():
