@@ -15,13 +15,20 @@ from pathlib import Path
 import numpy as np
 
 from mbolt_mlx.core.errors import TraceError
-from mbolt_mlx.profile.traces import DECODE, PREFILL, LayerInfo, Pass, Trace, make_trace
+from mbolt_mlx.profile.traces import (
+    DECODE,
+    EXPERTS_MAX,
+    PREFILL,
+    LayerInfo,
+    Pass,
+    Trace,
+    make_trace,
+)
 
 MAGIC = 0x544C424D
 VERSION = 1
 _HEADER = struct.Struct("<3I")
 _RECORD = struct.Struct("<3I")
-_EXPERTS_MAX = 1 << 20
 _LAYERS_MAX = 1 << 16
 
 
@@ -46,8 +53,14 @@ def decode(data: bytes, path: str | Path | None = None, *, decode_tokens: int = 
     _, version, experts = _HEADER.unpack_from(data)
     if version != VERSION:
         raise TraceError("unknown version", path=path, offset=4, expected=VERSION, found=version)
-    if not 0 < experts <= _EXPERTS_MAX:
-        raise TraceError("the number of experts has no meaning", path=path, offset=8, found=experts)
+    if not 0 < experts <= EXPERTS_MAX:
+        raise TraceError(
+            "the number of experts has no meaning",
+            path=path,
+            offset=8,
+            expected=f"1 to {EXPERTS_MAX}",
+            found=experts,
+        )
     notes: list[str] = []
     records = list(_records(data, experts, path, notes))
     if not records:

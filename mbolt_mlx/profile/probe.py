@@ -26,6 +26,9 @@ DEPTHS = (1, 4, 16)
 FILE_BYTES = 512 << 20
 LEAST_BYTES = 64 << 20
 _PAGE = 4096
+# What a file may say of a drive: seconds that a read adds, bytes a second.
+_T_OP_MAX, _RATE_MIN, _RATE_MAX = 10.0, 1e3, 1e15
+_SIZE_MAX = 16 << 20
 _WARM_UP = 0.2
 _SCRATCH = ".mbolt-probe-"
 
@@ -144,11 +147,16 @@ def read_probe(document: dict[str, Any]) -> Law:
     if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
         raise TraceError("not the result of a probe: it has no t_op_s and bytes_per_s")
     t_op, rate = values
-    if not (0 <= t_op < 1e6 and 0 < rate < 1e18):  # nor infinite, nor not a number
-        raise TraceError("the probe's figures have no meaning", found=f"{t_op} s, {rate} bytes/s")
+    # Nor infinite, nor not a number.
+    if not (0 <= t_op <= _T_OP_MAX and _RATE_MIN <= rate <= _RATE_MAX):
+        raise TraceError(
+            "the probe's figures have no meaning",
+            expected=f"0 to {_T_OP_MAX:g} s a read, {_RATE_MIN:g} to {_RATE_MAX:g} bytes/s",
+            found=f"{_short(t_op)} s, {_short(rate)} bytes/s",
+        )
     slower = document.get("slower", False)
     if not isinstance(slower, bool):
-        raise TraceError("the probe's figures have no meaning", found=f"slower {slower!r}")
+        raise TraceError("the probe's figures have no meaning", found=f"slower {_short(slower)}")
     return Law(float(t_op), float(rate), slower)
 
 
@@ -165,9 +173,15 @@ def read_laws(document: dict[str, Any]) -> dict[int, Law]:
     for one in laws:
         depth = one.get("depth")
         if type(depth) is not int or not 0 < depth <= 1 << 16:
-            raise TraceError("the probe's laws have no meaning", found=f"depth {depth}")
+            raise TraceError("the probe's laws have no meaning", found=f"depth {_short(depth)}")
         out[depth] = read_probe(one)
     return out
+
+
+def _short(value: object) -> str:
+    """``value`` of a file, for an error: never more than a few words of it."""
+    text = repr(value)
+    return text if len(text) <= 24 else f"{text[:20]}…"
 
 
 def open_probe(path: str | Path) -> dict[str, Any]:
@@ -175,21 +189,35 @@ def open_probe(path: str | Path) -> dict[str, Any]:
 
     Raises:
         ReadError: when it cannot be read.
-        TraceError: when it is not JSON, or no probe.
+        TraceError: when it is not JSON, or no probe, or of a newer version.
     """
+    data = files.read_whole(path, limit=_SIZE_MAX)
     try:
-        document = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise ReadError(f"cannot open: {error.strerror}", path=path) from error
+        document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise TraceError(f"not JSON: {error}", path=path) from error
     if not isinstance(document, dict):
         raise TraceError("not the result of a probe", path=path)
+    kind, version = document.get("format", FORMAT), document.get("version", VERSION)
+    if kind != FORMAT:
+        raise TraceError(
+            "not the result of a probe", path=path, expected=FORMAT, found=f"format {_short(kind)}"
+        )
+    if type(version) is not int or not 0 < version <= VERSION:
+        raise TraceError(
+            "an unknown version of a probe",
+            path=path,
+            expected=VERSION,
+            found=_short(version),
+            hint="measure again with `mbolt-mlx probe`",
+        )
     try:
         read_probe(document)
         read_laws(document)
     except TraceError as error:
-        raise TraceError(error.message, path=path, found=error.found) from None
+        raise TraceError(
+            error.message, path=path, expected=error.expected, found=error.found
+        ) from None
     return document
 
 

@@ -15,7 +15,9 @@ from mbolt_mlx.core.errors import TraceError
 
 PREFILL, DECODE = "prefill", "decode"
 PHASES = (PREFILL, DECODE)
-EXPERTS_MAX, EXPERT_BYTES_MAX, PIECES_MAX = 1 << 20, 1 << 50, 1 << 10
+# Twice the experts of the widest layer published; tables of pairs of them still fit in memory.
+EXPERTS_MAX = 1 << 12
+EXPERT_BYTES_MAX, PIECES_MAX = 1 << 50, 1 << 10
 _SIZE_MAX = 8 << 30
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
 

@@ -1,6 +1,8 @@
 """The drive probe: what it reads, what it leaves, and what it makes of odd inputs."""
 
 import json
+import os
+import re
 
 import pytest
 
@@ -76,12 +78,12 @@ def test_a_drive_that_fails_is_an_error_and_leaves_nothing(tmp_path, monkeypatch
     [
         {},
         {"t_op_s": 1},
-        {"t_op_s": "1", "bytes_per_s": 1},
-        {"t_op_s": -1, "bytes_per_s": 1},
-        {"t_op_s": float("nan"), "bytes_per_s": 1},
+        {"t_op_s": "1", "bytes_per_s": 1e9},
+        {"t_op_s": -1, "bytes_per_s": 1e9},
+        {"t_op_s": float("nan"), "bytes_per_s": 1e9},
         {"t_op_s": 1, "bytes_per_s": float("inf")},
         {"t_op_s": 1, "bytes_per_s": 10**400},
-        {"t_op_s": 1, "bytes_per_s": 1, "slower": 1},
+        {"t_op_s": 1, "bytes_per_s": 1e9, "slower": 1},
     ],
 )
 def test_probes_without_meaning(document, tmp_path, capsys):
@@ -100,9 +102,9 @@ def test_probes_without_meaning(document, tmp_path, capsys):
         3,
         [3],
         [{}],
-        [{"depth": 0, "t_op_s": 1, "bytes_per_s": 1}],
+        [{"depth": 0, "t_op_s": 1, "bytes_per_s": 1e9}],
         [{"depth": 4, "t_op_s": 1}],
-        [{"depth": "4", "t_op_s": 1, "bytes_per_s": 1}],
+        [{"depth": "4", "t_op_s": 1, "bytes_per_s": 1e9}],
     ],
 )
 def test_laws_without_meaning(laws):
@@ -115,3 +117,45 @@ def test_the_form_of_the_law_is_kept():
     assert read_probe(document) == Law(1e-3, 1e9, slower=True)
     assert probing.law_document(read_probe(document)) == document
     assert not read_probe({"t_op_s": 1e-3, "bytes_per_s": 1e9}).slower
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"format": "mbolt-gate"}, "not the result of a probe; expected mbolt-probe, found"),
+        ({"format": None}, "not the result of a probe"),
+        (
+            {"format": "mbolt-probe", "version": 2},
+            "unknown version of a probe; expected 1, found 2",
+        ),
+        ({"version": "x" * 999}, "unknown version"),
+        ({"version": True}, "unknown version"),
+        ({"bytes_per_s": 999}, "no meaning; expected 0 to 10 s a read, 1000 to 1e+15 bytes/s"),
+        ({"bytes_per_s": 1e16}, "no meaning"),
+        ({"t_op_s": 10.1}, "no meaning"),
+        ({"t_op_s": 10**400}, "no meaning"),
+        ({"bytes_per_s": 10**400}, "no meaning"),
+        ({"slower": "x" * 999}, "no meaning"),
+        ({"laws": [{"depth": 10**400, "t_op_s": 1, "bytes_per_s": 1e9}]}, "no meaning"),
+        ({"laws": [{"depth": 4, "t_op_s": 1, "bytes_per_s": 1}]}, "no meaning"),
+    ],
+)
+def test_files_that_tell_nothing_of_a_drive(tmp_path, more, says):
+    path = tmp_path / "p.json"
+    good = {"format": "mbolt-probe", "version": 1, "t_op_s": 1e-4, "bytes_per_s": 1e9}
+    path.write_text(json.dumps(good))
+    assert probing.open_probe(path) == good
+    path.write_text(json.dumps({"t_op_s": 1e-4, "bytes_per_s": 1e9}))
+    assert read_probe(probing.open_probe(path)) == Law(1e-4, 1e9)
+    path.write_text(json.dumps(good | more))
+    with pytest.raises(TraceError, match=re.escape(says)) as error:
+        probing.open_probe(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert len(str(error.value)) < len(str(path)) + 200
+
+
+def test_a_probe_from_a_pipe_or_a_device(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ReadError, match="not a regular file"):
+            probing.open_probe(path)
