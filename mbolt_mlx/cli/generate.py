@@ -39,6 +39,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "quantized_kv_start": (0, _ANY),
     "num_draft_tokens": (1, _ANY),
 }
+_TOKENIZER = ("tokenizer.*", "tokenizer_*.py", "vocab.*", "*.tiktoken", "*.model", "tokenization_*")
 HELP = "write text as mlx_lm.generate does, with part of the experts in memory"
 
 
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError, NotImplementedError) as error:
         if streams.is_lost(error):
             raise
+        _check_tokenizer(loader.folder)
         raise UsageError(f"mlx-lm: {error or type(error).__name__}") from error
     if args.stats:
         from mbolt_mlx.cli.stats_table import print_stats
@@ -106,6 +108,15 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError("--chat-template-config is not a JSON object")
 
 
+def _check_tokenizer(folder: Path | None) -> None:
+    """Say that a model has no tokenizer, for which mlx-lm makes an empty one and then fails."""
+    if folder is not None and not any(found for name in _TOKENIZER for found in folder.glob(name)):
+        raise UsageError(
+            "the model has no tokenizer: neither tokenizer.json nor tokenizer.model is there",
+            path=folder, hint="download it again, or copy its tokenizer files there",
+        )  # fmt: skip
+
+
 def _check_cache(path: str) -> None:
     """Refuse what is not a prompt cache that mlx-lm saved."""
     from mbolt_mlx.storage.header import read_header_of
@@ -131,6 +142,7 @@ class _Loader:
         self._trace = trace
         self._recording = contextlib.ExitStack()
         self.model: Any = None
+        self.folder: Path | None = None
 
     def __enter__(self) -> None:
         self._recording.__enter__()
@@ -139,12 +151,13 @@ class _Loader:
         self._recording.__exit__(*error)
 
     def __call__(self, path: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if self.model is not None:
-            from mbolt_mlx.names import resolve
+        from mbolt_mlx.names import resolve
 
+        if self.model is not None:
             return self._stock_load(str(resolve(path)), *args, **kwargs)
         import mbolt_mlx
 
+        self.folder = resolve(path, revision=self._options["revision"])
         loaded = mbolt_mlx.load(path, *args, **kwargs, **self._options)
         self.model = loaded[0]
         if self._trace is not None:

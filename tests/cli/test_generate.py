@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -244,6 +245,16 @@ def test_a_dense_model_is_refused(capsys, tmp_path, tiny_model):
 
 
 # --stats
+
+
+def test_a_model_without_a_tokenizer(capsys, tmp_path, tiny_model):
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_model, folder)
+    for path in [*folder.glob("tokenizer*"), *folder.glob("vocab*"), *folder.glob("*.txt")]:
+        path.unlink()
+    assert main.main(["generate", "--model", str(folder), "--prompt", "hello", "-m", "3"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert f"{folder}: the model has no tokenizer" in lines[-1]
 
 
 def test_stats_are_printed_to_stderr_only(capsys, tiny_model):
