@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.sizes import parse_size
@@ -10,12 +11,27 @@ from mbolt_mlx.profile.law import DEFAULT_LAW, Law
 from mbolt_mlx.profile.probe import open_probe, read_probe
 
 
+def size_of(option: str) -> Callable[[str], int]:
+    """What parses the size that ``option`` takes, and names it in its error."""
+
+    def parse(text: str) -> int:
+        try:
+            return parse_size(text)
+        except UsageError as error:
+            raise UsageError(f"{option} {error.message}", hint=error.hint) from None
+
+    return parse
+
+
 def add_drive(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a drive."""
     group = parser.add_argument_group("drive")
     group.add_argument("--drive", metavar="PROBE.json", help="what `mbolt-mlx probe --json` wrote")
     group.add_argument(
-        "--bandwidth", type=parse_size, metavar="SIZE", help="bytes a second, such as 3GB"
+        "--bandwidth",
+        type=size_of("--bandwidth"),
+        metavar="SIZE",
+        help="bytes a second, such as 3GB",
     )
     group.add_argument("--t-op", type=float, metavar="µs", help="microseconds that a read adds")
 

@@ -6,7 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from mbolt_mlx.cli.arguments import GGUF_HELP, MODEL_HELP, fraction, memory_limit
+from mbolt_mlx.cli.arguments import GGUF_HELP, MODEL_HELP, fraction
+from mbolt_mlx.cli.drive import size_of
 from mbolt_mlx.cli.traces import open_trace
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.report import check_report, write_report
@@ -40,7 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--layouts", metavar="NAMES", help="comma-separated (default: stock, coalesced, +chain)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--resident", type=fraction, metavar="FRACTION", help="default: 0.2")
-    size.add_argument("--budget", type=memory_limit, metavar="SIZE", help="bytes for experts")
+    size.add_argument(
+        "--budget", type=size_of("--budget"), metavar="SIZE", help="bytes for experts"
+    )
     add("--policy", choices=["default", *POLICIES], default="default")
     add("--tokens", type=int, metavar="N", help="decoded tokens to replay (default: all)")
     add("--rounds", type=int, default=3, help="measurements of each (default: %(default)s)")

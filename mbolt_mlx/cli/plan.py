@@ -8,21 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from mbolt_mlx.cli.arguments import MODEL_HELP, fraction, memory_limit
-from mbolt_mlx.cli.drive import add_drive, open_law
+from mbolt_mlx.cli.arguments import MODEL_HELP, fraction
+from mbolt_mlx.cli.drive import add_drive, open_law, size_of
 from mbolt_mlx.cli.headers import open_headers
 from mbolt_mlx.cli.traces import check_traced
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.memory import total_memory
 from mbolt_mlx.core.places import cache_folder, user_path
-from mbolt_mlx.core.sizes import format_size, parse_size
+from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.perms import read_perms
 from mbolt_mlx.profile.plan import RESIDENTS, Assumptions, make_plan
 from mbolt_mlx.profile.probe import open_probe, read_laws
 from mbolt_mlx.profile.traces import read_trace
 
+# Beyond any model's context, and any machine's time for a token.
+_CONTEXT_MAX, _COMPUTE_MS = 1 << 30, (1e-3, 1e7)
 HELP = "say what a model will need and how fast it will be, from its headers alone"
 
 
@@ -33,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="revision of the hub repository")
     add(
         "--memory",
-        type=memory_limit,
+        type=size_of("--memory"),
         metavar="SIZE",
         help="for the whole process (default: 70 %% of this machine's)",
     )
@@ -55,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_drive(parser)
     add(
         "--limit",
-        type=parse_size,
+        type=size_of("--limit"),
         metavar="SIZE",
         help="bytes a second that a control group or a cloud volume allows; --drive then tells of "
         "the drive without it",
@@ -70,8 +72,11 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.perms and not args.trace:
         raise UsageError("--perms needs --trace")
-    if args.context is not None and args.context < 1:
-        raise UsageError("--context is at least 1", found=args.context)
+    if args.context is not None and not 1 <= args.context <= _CONTEXT_MAX:
+        raise UsageError(
+            f"--context is from 1 to {_CONTEXT_MAX} positions",
+            found=args.context if abs(args.context) < 1 << 80 else "a longer number",
+        )
     headers = open_headers(args.model, revision=args.revision)
     notes = []
     if headers.remote:
@@ -114,8 +119,11 @@ def _assumptions(args: argparse.Namespace, notes: list[str]) -> Assumptions:
         return laws[min(laws, key=lambda d: abs(np.log2(d / depth)))]
 
     compute = None if args.compute_ms is None else args.compute_ms / 1e3
-    if compute is not None and not 0 < compute < 1e6:
-        raise UsageError("--compute-ms is in milliseconds, above 0", found=args.compute_ms)
+    if compute is not None and not _COMPUTE_MS[0] <= args.compute_ms <= _COMPUTE_MS[1]:
+        low, high = _COMPUTE_MS
+        raise UsageError(
+            f"--compute-ms is in milliseconds, from {low:g} to {high:g}", found=args.compute_ms
+        )
     more = {} if args.context is None else {"context": args.context}
     return Assumptions(law=at, limit=args.limit, compute_s=compute, notes=tuple(notes), **more)
 

@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from mbolt_mlx.cli.arguments import fraction, memory_limit
-from mbolt_mlx.cli.drive import add_drive, open_law
+from mbolt_mlx.cli.arguments import fraction
+from mbolt_mlx.cli.drive import add_drive, open_law, size_of
 from mbolt_mlx.cli.traces import add_trace, open_trace, share
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.residency import DEFAULT_POLICY, POLICIES
@@ -41,7 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--resident", type=fraction, metavar="FRACTION", help="of the experts")
-    size.add_argument("--budget", type=memory_limit, metavar="SIZE", help="bytes for experts")
+    size.add_argument(
+        "--budget", type=size_of("--budget"), metavar="SIZE", help="bytes for experts"
+    )
     add("--layout", choices=list(LAYOUTS), help="where the experts lie (default: coalesced)")
     add("--perms", metavar="FILE", help="perms.json, for the layouts in an order of it")
     add("--seed-heat", action="store_true", help="start with the hottest experts of --perms")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mbolt_mlx.cli.arguments import GGUF_HELP, MODEL_HELP
+from mbolt_mlx.cli.drive import size_of
 from mbolt_mlx.cli.headers import Sizes, open_headers
 from mbolt_mlx.core.errors import UsageError
-from mbolt_mlx.core.sizes import parse_size
 from mbolt_mlx.profile.traces import EXPERT_BYTES_MAX, PIECES_MAX, LayerInfo, Trace, read_trace
 
 
@@ -26,7 +26,10 @@ def add_trace(parser: argparse.ArgumentParser, *, option: bool = True) -> None:
     )
     parser.add_argument("--revision", help="revision of the hub repository")
     parser.add_argument(
-        "--expert-bytes", type=parse_size, metavar="SIZE", help="bytes of one expert, instead"
+        "--expert-bytes",
+        type=size_of("--expert-bytes"),
+        metavar="SIZE",
+        help="bytes of one expert, instead",
     )
     parser.add_argument(
         "--pieces", type=int, metavar="N", help="places that one expert's bytes lie in (default: 3)"

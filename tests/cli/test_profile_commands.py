@@ -153,7 +153,21 @@ def test_plan_of_a_model_that_is_not_here(capsys, tiny_model, monkeypatch):
         (("probe", "/tmp", "--seconds", "0"), "--seconds"),
         (("plan", "--model", "absent/"), "absent"),
         (("plan", "--model", "demo", "--compute-ms", "0"), "--compute-ms is in milliseconds"),
-        (("plan", "--model", "demo", "--limit", "fast"), "not a size"),
+        (("plan", "--model", "demo", "--compute-ms", "1e-300"), "from 0.001 to 1e+07"),
+        (("plan", "--model", "demo", "--compute-ms", "inf"), "--compute-ms is in milliseconds"),
+        (("plan", "--model", "demo", "--compute-ms", "nan"), "--compute-ms is in milliseconds"),
+        (("plan", "--model", "demo", "--context", str(10**23)), "--context is from 1 to"),
+        (("plan", "--model", "demo", "--context", "0"), "--context is from 1 to"),
+        (("plan", "--model", "demo", "--limit", "fast"), "--limit 'fast' is not a size"),
+        (("plan", "--model", "demo", "--limit", "0"), "--limit '0' is no space"),
+        (("plan", "--model", "demo", "--memory", "0"), "error: --memory '0' is no space"),
+        (("plan", "--model", "demo", "--bandwidth", "0"), "--bandwidth '0' is no space"),
+        (("simulate", "--trace", QWEN, "--budget", "0"), "error: --budget '0' is no space"),
+        (("gate", "trace", QWEN, "-o", "x", "--budget", "0"), "error: --budget '0' is no space"),
+        (
+            ("simulate", "--trace", QWEN, "--resident", "1", "--expert-bytes", "0"),
+            "--expert-bytes '0' is no space",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_one_line(capsys, argv, says):
