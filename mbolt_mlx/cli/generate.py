@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from mbolt_mlx.cli import arguments
 from mbolt_mlx.core import streams
@@ -67,9 +69,16 @@ def run(args: argparse.Namespace) -> int:
     stock = _stock()
     options = arguments.engine_options(args) | {"revision": args.revision}
     loader = _Loader(stock.load, options, args.trace)
+    shown = _Shown(sys.stdout)
     try:
         with loader, _instead_of(stock, load=loader, setup_arg_parser=lambda: _Parsed(args)):
-            stock.main()
+            with contextlib.redirect_stdout(shown):
+                stock.main()
+    except KeyboardInterrupt:
+        if not shown.at_start:
+            with contextlib.suppress(OSError):
+                print(flush=True)
+        raise
     except BrokenPipeError:
         raise
     except (ValueError, OSError, NotImplementedError) as error:
@@ -165,6 +174,32 @@ class _Loader:
 
             self._recording.enter_context(recorded(self.model, self._trace, name=str(path)))
         return loaded
+
+
+class _Shown(io.TextIOBase):
+    """Passes on what is written, and knows whether the next character begins a line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.at_start = True
+
+    def write(self, text: str) -> int:
+        if text:
+            self.at_start = text.endswith("\n")
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:
+        return self._stream.encoding
 
 
 class _Parsed:

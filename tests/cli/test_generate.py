@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -153,6 +154,24 @@ def test_the_prompt_from_stdin_in_a_process_of_its_own(tiny_model):
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1] != ""
     assert "hit rate" in done.stderr
+
+
+def test_ctrl_c_is_said_on_a_line_of_its_own():
+    command = [sys.executable, "-m", "mbolt_mlx", "generate", "--model", "demo"]
+    options = ["--prompt", "hello", "--max-tokens", "-1"]
+    process = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        begun = iter(process.stdout.readline, "")
+        assert any(line.startswith("=====") for line in begun)
+        assert process.stdout.read(3)
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 130, rest
+    assert rest.splitlines()[-1] == "mbolt-mlx: interrupted"
 
 
 def test_our_loader_does_not_stay_in_mlx_lm(capsys, tiny_model):
