@@ -19,7 +19,7 @@ from mbolt_mlx.core.places import cache_folder, user_path
 from mbolt_mlx.core.sizes import format_size
 from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.perms import read_perms
-from mbolt_mlx.profile.plan import RESIDENTS, Assumptions, make_plan
+from mbolt_mlx.profile.plan import RESIDENTS, Assumptions, make_plan, speed
 from mbolt_mlx.profile.probe import open_probe, read_laws
 from mbolt_mlx.profile.traces import read_trace
 
@@ -158,7 +158,7 @@ def lines(found: dict[str, Any]) -> list[str]:
             f"{row['resident']:>8.1%} {row['slots_per_layer']:>7.1f} "
             f"{format_size(row['memory_bytes']):>10} {row['hit_rate']:>6.1%} "
             f"{row['reads_per_token']:>7.1f} {format_size(row['bytes_per_token']):>10} "
-            f"{row['tps_shards']:>8.3g} {row['tps_side_file']:>15.3g}{mark}"
+            f"{speed(row['tps_shards']):>8} {speed(row['tps_side_file']):>15}{mark}"
         )
     out += ["", found["verdict"][:1].upper() + found["verdict"][1:] + "."]
     out += ["", "Assumed:"] + [f"  {note}" for note in found["assumed"]]

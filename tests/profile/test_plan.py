@@ -8,12 +8,14 @@ from mbolt_mlx.core.errors import TraceError
 from mbolt_mlx.profile.law import Law
 from mbolt_mlx.profile.perms import make_perms
 from mbolt_mlx.profile.plan import (
+    LAUNCH_S,
     MISS_S,
     READBACK_S,
     Assumptions,
     Model,
     curve_hit_rate,
     make_plan,
+    speed,
 )
 from mbolt_mlx.profile.replay import Setup, replay
 from mbolt_mlx.profile.traces import LayerInfo, Pass, make_trace
@@ -192,3 +194,25 @@ def test_what_is_assumed_is_said():
     assert "drive: mine" in text and "Qwen3-235B" in text and "compute:" not in text
     assert "time:" in text and "held to" not in text
     assert "compute:" in " ".join(make_plan(model())["assumed"])
+
+
+@pytest.mark.parametrize("nbytes", [100, 2 * MB])
+def test_computing_that_was_not_measured_takes_time_to_start_each_layer(nbytes):
+    one = model(layers=5, nbytes=nbytes)
+    law = Law(1e-4, 1e9)
+    for resident in (0.2, 1.0):
+        guess = Assumptions(law=lambda depth: law, context=1024)
+        (row,) = make_plan(one, guess, residents=[resident])["rows"]
+        touched = (one.dense_bytes + one.token_bytes) / guess.memory_rate
+        waits = 5 * READBACK_S if resident < 1 else 0.0
+        assert row["compute_s"] == pytest.approx(touched + 5 * LAUNCH_S + waits)
+        assert row["tps_side_file"] <= 1 / (5 * LAUNCH_S)
+    said = " ".join(make_plan(one, guess)["assumed"])
+    assert "0.1 ms a layer to start its kernels" in said
+    assert "kernels" not in " ".join(make_plan(one, assume())["assumed"])
+
+
+def test_speeds_are_never_powers_of_ten():
+    assert [speed(x) for x in (0.01234, 9.876, 123.4, 999.6, 31999.0)] == [
+        *("0.0123", "9.88", "123", "1000", "31999")
+    ]
