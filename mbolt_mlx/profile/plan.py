@@ -349,8 +349,8 @@ def _verdict(
     else:
         says.append(
             f"with {row['resident']:.0%} of the experts in memory "
-            f"({format_size(row['memory_bytes'])}): about {speed(row['tps_side_file'])} tok/s with a "
-            f"side-file, {speed(row['tps_shards'])} without"
+            f"({format_size(row['memory_bytes'])}): about {speed(row['tps_side_file'])} tok/s "
+            f"with a side-file, {speed(row['tps_shards'])} without"
         )
     token = sum(s.top_k for s in model.layers.values()) / len(model.layers)
     if row["slots_per_layer"] <= token:
