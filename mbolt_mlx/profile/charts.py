@@ -133,7 +133,10 @@ def _figure(output: str | Path, panels: int) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("pictures need matplotlib", hint="pip install 'mbolt-mlx[plot]'") from None
+        raise UsageError(
+            "pictures need matplotlib",
+            hint='install it, or run `pip install -e ".[plot]"` in the checkout of mbolt',
+        ) from None
     figure = Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
     return figure, np.atleast_1d(figure.subplots(1, panels))
 
