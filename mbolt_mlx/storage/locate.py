@@ -141,7 +141,8 @@ def check_is_side_file(path: Path) -> None:
     except ReadError as error:
         raise SideFileError(error.message, path=path) from error
     if f'"{FORMAT}"'.encode() not in head:
-        raise SideFileError("not a side-file", path=path)
+        what = "a safetensors file, but " if head[8:10] == b'{"' else ""
+        raise SideFileError(f"{what}not a side-file", path=path)
 
 
 def read_side_file(path: Path) -> tuple[Header, Manifest]:
