@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+# glibc's malloc.h; what its users set by environment is theirs.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+_KEPT_BYTES = 1 << 20
 
 
 def process_rss() -> int:
@@ -20,6 +25,18 @@ def trim() -> None:
     release = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if release is not None:
         release(0)
+
+
+def return_large_blocks() -> None:
+    """Have the C library hand every large freed block back to the system at once (glibc only).
+
+    Left alone it learns from the first large block that is freed to keep later ones of that size,
+    up to 32 MiB each: in a long prompt that is 25 MB more at the peak.
+    """
+    change = getattr(ctypes.CDLL(None), "mallopt", None)
+    if change is not None and not any(name in os.environ for name in _ENVIRONMENT):
+        change(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        change(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def total_memory() -> int:

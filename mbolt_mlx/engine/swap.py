@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mbolt_mlx.core import memory
 from mbolt_mlx.core.budget import FREED_BYTES, LayerShape
 from mbolt_mlx.core.errors import UnsupportedError
 from mbolt_mlx.core.residency import ResidentSet, make_policy
@@ -206,6 +207,7 @@ def evaluate(model: nn.Module) -> None:
 
 
 def limit_cache() -> None:
-    """Bound what MLX keeps of freed buffers, for the whole process."""
+    """Bound what MLX and the C library keep of freed buffers, for the whole process."""
     gpu = mx.default_device() == mx.gpu
     mx.set_cache_limit(CACHE_BYTES_GPU if gpu else FREED_BYTES)
+    memory.return_large_blocks()

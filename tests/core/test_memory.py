@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -111,3 +114,40 @@ def test_the_process_knows_its_size():
     block = bytearray(os.urandom(64)) * (1 << 20)
     assert memory.process_rss() - rss > len(block) // 2
     assert memory.available_memory() >= 0
+
+
+_LARGE_BLOCKS = """
+import ctypes, sys
+from mbolt_mlx.core import memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+libc.mallinfo2.restype = Info
+if sys.argv[1] == "ours":
+    memory.return_large_blocks()
+libc.free(libc.malloc(16 << 20))
+before = libc.mallinfo2().hblkhd
+libc.malloc(8 << 20)
+print(libc.mallinfo2().hblkhd - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 or newer")
+@pytest.mark.parametrize(
+    ("whose", "environment", "apart"),
+    [
+        ("ours", {}, True),
+        ("theirs", {}, False),
+        ("ours", {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)}, False),
+    ],
+)
+def test_large_blocks_are_of_their_own(whose, environment, apart):
+    """A block that is mapped for itself goes back to the system when it is freed."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", _LARGE_BLOCKS, whose]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean | environment)
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) >= 8 << 20) == apart
