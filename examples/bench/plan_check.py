@@ -98,7 +98,8 @@ def measure(args: Namespace, model: Path, at: Path) -> tuple[list[dict[str, Any]
     compute_ms = 1e3 / common.median(whole, "decode_tps")
     options = ("--model", model, "--trace", trace, "--compute-ms", compute_ms)
     options += ("--resident", ",".join(map(str, args.resident)), "--memory", "1TB")
-    options += ("--context", args.prefill + args.decode, "--json")
+    # Room is planned for a prompt of the whole context; what is decoded needs next to none here.
+    options += ("--context", 2 * args.prefill, "--json")
     held = ("--limit", f"{args.read_mbps}MB") if args.read_mbps else ()
     plans = {}
     for name, limit in (("before", held), ("after", held), ("limited", ())):
