@@ -39,6 +39,7 @@ from mbolt_mlx.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from mbolt_mlx.core.head import read_head
 from mbolt_mlx.core.output import check_not_pipe, write_whole
 from mbolt_mlx.core.places import cache_folder
 
@@ -265,12 +266,7 @@ def is_stale(model: Model, path: str | Path | None = None, *, blocks: str | None
 
 
 def _may_replace(path: Path) -> bool:
-    fd = files.open_read(path)
-    try:
-        head = bytearray(min(4, files.size_and_mtime(fd)[0]))
-        files.pread_into(fd, [memoryview(head)], 0, path=str(path))
-    finally:
-        files.close(fd)
+    head = read_head(path, 4)
     return not head or head == MAGIC.to_bytes(4, "little")
 
 

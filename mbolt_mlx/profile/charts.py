@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mbolt_mlx.core import files, streams
+from mbolt_mlx.core import streams
 from mbolt_mlx.core.errors import OutputError, UsageError
+from mbolt_mlx.core.head import read_head
 from mbolt_mlx.core.output import write_whole
 from mbolt_mlx.profile import cluster
 from mbolt_mlx.profile.layout import lay_out
@@ -155,12 +156,7 @@ def _check_place(path: Path) -> None:
         raise OutputError("a pipe or a device; name a file", path=path)
     if not path.is_file() or path.stat().st_size == 0:
         return
-    fd = files.open_read(path)
-    try:
-        head = bytearray(min(path.stat().st_size, _HEAD))
-        files.pread_into(fd, [memoryview(head)], 0, path=str(path))
-    finally:
-        files.close(fd)
+    head = read_head(path, _HEAD)
     kind = path.suffix.lower()
     magic = _ENDINGS[kind]
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")

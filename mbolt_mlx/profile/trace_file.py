@@ -29,6 +29,7 @@ import zstandard
 from mbolt_mlx import __version__
 from mbolt_mlx.core import files, streams
 from mbolt_mlx.core.errors import OutputError, TraceError
+from mbolt_mlx.core.head import read_head
 from mbolt_mlx.profile.traces import DECODE, PREFILL, LayerInfo, Pass, Trace, make_trace
 
 log = logging.getLogger(__name__)
@@ -342,11 +343,5 @@ def refuse_other(path: Path, is_trace: Callable[[bytes], bool] = is_ours) -> Non
         if streams.is_special(path):
             raise OutputError("a pipe or a device; name a file", path=path)
         return
-    fd = files.open_read(path)
-    try:
-        head = bytearray(min(path.stat().st_size, _CHUNK))
-        files.pread_into(fd, [memoryview(head)], 0, path=str(path))
-    finally:
-        files.close(fd)
-    if not is_trace(bytes(head)):
+    if not is_trace(read_head(path, _CHUNK)):
         raise OutputError("another file is there already, and it is not a trace", path=path)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import (
     CheckpointError,
     MboltError,
@@ -17,6 +16,7 @@ from mbolt_mlx.core.errors import (
     UsageError,
     VerifyError,
 )
+from mbolt_mlx.core.head import read_head
 from mbolt_mlx.core.places import cache_folder
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.computed import check_computed
@@ -132,12 +132,7 @@ def check_is_side_file(path: Path) -> None:
     if manifest_path(path).exists():
         return
     try:
-        fd = files.open_read(path)
-        try:
-            head = bytearray(min(_HEAD, files.size_and_mtime(fd)[0]))
-            files.pread_into(fd, [memoryview(head)], 0, path=str(path))
-        finally:
-            files.close(fd)
+        head = read_head(path, _HEAD)
     except ReadError as error:
         raise SideFileError(error.message, path=path) from error
     if f'"{FORMAT}"'.encode() not in head:
