@@ -74,7 +74,7 @@ class BareReads:
         self._fd = files.open_read(path, direct=True)
         nbytes = -(-nbytes // PAGE) * PAGE
         self._places = (files.size_and_mtime(self._fd)[0] - nbytes) // PAGE
-        self._buffers = [reads.aligned_buffer(nbytes)[:nbytes] for _ in range(count)]
+        self._buffers = reads.slot_buffers(count, nbytes)
         self._rng = np.random.default_rng(0)
         self.seconds(count)
 

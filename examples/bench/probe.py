@@ -56,9 +56,9 @@ def random_reads(fd: int, size: int, nbytes: int, count: int, seed: int) -> list
     """``count`` reads of ``nbytes`` at different aligned places of a file of ``size`` bytes."""
     places = max(1, (size - nbytes) // PAGE)
     offsets = np.random.default_rng(seed).integers(0, places, count) * PAGE
-    pool = [reads.aligned_buffer(nbytes) for _ in range(min(count, 16))]
+    pool = reads.slot_buffers(min(count, 16), nbytes)
     return [
-        reads.Request(fd, int(offset), [pool[n % len(pool)][:nbytes]], nbytes, (n,))
+        reads.Request(fd, int(offset), [pool[n % len(pool)]], nbytes, (n,))
         for n, offset in enumerate(offsets)
     ]
 
@@ -151,7 +151,7 @@ def misses(args: argparse.Namespace) -> dict[str, Any]:
                     end = -(-(run.offsets[expert] + run.nbytes) // PAGE) * PAGE
                     key = (place, n)
                     if key not in buffers or len(buffers[key]) < end - offset:
-                        buffers[key] = reads.aligned_buffer(end - offset)
+                        (buffers[key],) = reads.slot_buffers(1, end - offset)
                     view = buffers[key][: end - offset]
                     fd = fds[run.files[expert]]
                     requests.append(reads.Request(fd, offset, [view], len(view), (expert,)))

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
-from mbolt_mlx.core import files, macos
+from mbolt_mlx.core import files, huge_pages, macos
 from mbolt_mlx.core.errors import ReadError
 
 # Reads at a time, unless the user says how many.
@@ -61,9 +61,21 @@ class Request:
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """A page-aligned writable buffer of at least ``nbytes`` bytes, zeroed."""
+    """A page-aligned writable buffer of at least ``nbytes`` bytes, zeroed, in huge pages."""
+    memory = _anonymous(nbytes)
+    huge_pages.ask(memory)
+    return memoryview(memory)
+
+
+def slot_buffers(count: int, nbytes: int) -> list[memoryview]:
+    """``count`` page-aligned buffers of ``nbytes`` bytes, in small pages as the engine's slots."""
+    return [memoryview(_anonymous(nbytes))[:nbytes] for _ in range(count)]
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    return memoryview(mmap.mmap(-1, size))
+    # Shared memory, the default, comes in huge pages by another setting.
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Junk:

@@ -207,7 +207,7 @@ def _measure(path: Path, starts: Sequence[Sequence[tuple[int, int]]]) -> float:
     reader = reads.Reader(reads.THREADS)
     most = max((n for one in starts for _, n in one), default=0)
     width = max((len(one) for one in starts), default=0)
-    buffers = [reads.aligned_buffer(most) for _ in range(width)]
+    buffers = reads.slot_buffers(width, most)
     try:
         if not direct:
             files.drop_cached(fd)

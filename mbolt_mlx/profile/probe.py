@@ -274,7 +274,7 @@ def _point(
     """Read at random aligned places, ``depth`` threads at once, for about ``seconds``."""
     rng = np.random.default_rng(seed)
     places = (size - nbytes) // _PAGE
-    buffers = [reads.aligned_buffer(nbytes)[:nbytes] for _ in range(depth)]
+    buffers = reads.slot_buffers(depth, nbytes)
     if cold:
         files.drop_cached(fd)
         files.advise_random(fd)

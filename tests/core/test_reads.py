@@ -365,6 +365,16 @@ def test_aligned_buffers_are_aligned():
         assert buffer.ctypes.data % 4096 == 0 and len(buffer) >= max(1, size)
 
 
+@pytest.mark.parametrize("nbytes", [1, 4096, 5000, 1 << 20])
+def test_slot_buffers_are_aligned_and_apart(nbytes):
+    buffers = reads.slot_buffers(3, nbytes)
+    assert [len(b) for b in buffers] == [nbytes] * 3
+    for number, buffer in enumerate(buffers):
+        assert np.frombuffer(buffer, np.uint8).ctypes.data % 4096 == 0
+        buffer[:] = bytes([number + 1]) * nbytes
+    assert [set(b) for b in buffers] == [{1}, {2}, {3}]
+
+
 @pytest.mark.parametrize("path", ["data.bin"])
 def test_a_file_cut_while_reading(file, opened, reader, path):
     where: Path = file[0]
