@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 
-from mbolt_mlx.core.ranking import least_wanted
+from mbolt_mlx.core.ranking import Ranked
 
 # Only the end of a long prompt is counted in the table, because that costs experts² a token.
 _TABLE_TOKENS = 512
@@ -14,7 +12,7 @@ _TABLE_TOKENS = 512
 _LARGEST = 60
 
 
-class Markov:
+class Markov(Ranked):
     """Lowest expected use in the next few tokens first; absent experts count too.
 
     With b the experts of the current token and p those of the token before::
@@ -36,6 +34,7 @@ class Markov:
     name = "markov"
 
     def __init__(self, experts: int, half_life: float = 12.0, memory: float = 1000.0) -> None:
+        super().__init__(experts)
         self._decay = 0.5 ** (1.0 / half_life)
         self._slow = np.zeros(experts)
         self._last_use = np.zeros(experts)
@@ -48,13 +47,12 @@ class Markov:
         self._visits = np.zeros(experts, np.float32)
         self._now: np.ndarray | None = None
         self._counted: np.ndarray | None = None
-        self._away = np.full(experts, np.inf)
 
     def expect(self, tokens: np.ndarray) -> None:
         """Count the choices ``[tokens, top_k]`` of the forward that begins."""
         self._counted = tokens
         if len(tokens) == 1:
-            self._count_one(tokens[0])
+            self._count_one(tokens[0].astype(np.intp))
         elif len(tokens):
             self._count_many(tokens)
         if self._weight > 2.0**_LARGEST:
@@ -74,30 +72,18 @@ class Markov:
         self._lately[:] = 0.0
         self._now = None
 
-    def admit(self, expert: int) -> None:
-        """``expert`` has become resident."""
-        self._away[expert] = 0.0
-
-    def drop(self, expert: int) -> None:
-        """``expert`` is not resident, or no longer."""
-        self._away[expert] = np.inf
-
-    def worth(self) -> np.ndarray:
-        """The score of each expert, comparable between layers."""
+    def score(self, experts: np.ndarray) -> np.ndarray:
+        """The score of each of ``experts``."""
         now = self._now
-        if now is None:
-            score = self._slow.copy()
-        else:
-            share = 1.0 / (len(now) * (self._visits[now] + self._weight))
-            score = self._follow[:, now] @ share + self._weight * share.sum() * self._slow
-        return score + 1e-12 * self._last_use
-
-    def victims(self, count: int, keep: Collection[int]) -> list[int]:
-        """Up to ``count`` residents to give up, the least wanted first, none of ``keep``."""
-        return least_wanted(self.worth() + self._away, count, keep)
+        score = self._slow[experts]
+        if now is not None:
+            share = 1.0 / len(now) / (self._visits[now] + self._weight)
+            score *= self._weight * sum(share.tolist())
+            score += self._follow[experts[:, None], now].dot(share)
+        return score + 1e-12 * self._last_use[experts]
 
     def _count_one(self, now: np.ndarray) -> None:
-        before, self._now = self._now, now.copy()
+        before, self._now = self._now, now
         self._slow *= self._decay
         self._slow[now] += 1.0 - self._decay
         self._time += 1
@@ -140,4 +126,4 @@ class Markov:
         self._follow += chosen.T @ (rows * weights)
         self._visits += (left * weights).sum(axis=0)
         self._weight = float(weights[-1, 0])
-        self._lately, self._now = lately, tokens[-1].copy()
+        self._lately, self._now = lately, tokens[-1].astype(np.intp)

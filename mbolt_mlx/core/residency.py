@@ -15,7 +15,7 @@ import numpy as np
 
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.markov import Markov
-from mbolt_mlx.core.ranking import least_wanted
+from mbolt_mlx.core.ranking import Ranked
 
 ABSENT = -1
 # Power of two up to which the weight of a use may grow.
@@ -91,7 +91,7 @@ class LRU:
         return chosen
 
 
-class DecayedCount:
+class DecayedCount(Ranked):
     """Lowest exponentially decayed use count first; absent experts are counted too.
 
     ``count[e] = sum over uses of 0.5 ** (age in tokens / half_life)``. Instead of decaying every
@@ -101,10 +101,10 @@ class DecayedCount:
     name = "decayed"
 
     def __init__(self, experts: int, half_life: float = 12.0) -> None:
+        super().__init__(experts)
         self._growth = 2.0 ** (1.0 / half_life)
         self._weight = 1.0
         self._count = np.zeros(experts)
-        self._away = np.full(experts, np.inf)
 
     def expect(self, tokens: np.ndarray) -> None:
         """Nothing: the current experts are kept anyway, and all others fade alike."""
@@ -114,9 +114,9 @@ class DecayedCount:
         self._count[:] = 0.0
         self._weight = 1.0
 
-    def worth(self) -> np.ndarray:
-        """The count of each expert as of the last token, comparable between layers."""
-        return self._count / self._weight
+    def score(self, experts: np.ndarray) -> np.ndarray:
+        """The count of each of ``experts`` as of the last token."""
+        return self._count[experts] / self._weight
 
     def use(self, tokens: np.ndarray) -> None:
         if len(tokens) == 1:
@@ -135,15 +135,6 @@ class DecayedCount:
         if self._weight > 2.0**_LARGEST:
             self._count /= self._weight
             self._weight = 1.0
-
-    def admit(self, expert: int) -> None:
-        self._away[expert] = 0.0
-
-    def drop(self, expert: int) -> None:
-        self._away[expert] = np.inf
-
-    def victims(self, count: int, keep: Collection[int]) -> list[int]:
-        return least_wanted(self._count + self._away, count, keep)
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
