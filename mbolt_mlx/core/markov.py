@@ -8,8 +8,8 @@ from mbolt_mlx.core.ranking import Ranked
 
 # Only the end of a long prompt is counted in the table, because that costs experts² a token.
 _TABLE_TOKENS = 512
-# Power of two up to which the weight of a use may grow; float32 ends at 128.
-_LARGEST = 60
+# Up to this the weight of a use may grow; float32 ends at 2 ** 128.
+_LARGEST = 2.0**60
 
 
 class Markov(Ranked):
@@ -39,7 +39,7 @@ class Markov(Ranked):
         self._slow = np.zeros(experts)
         self._last_use = np.zeros(experts)
         self._time = 0
-        self._lately = np.zeros(experts, np.float32)
+        self._lately = np.zeros(experts, np.float32)  # times the weight of the last token
         # Instead of fading the table at each token, the weight of what is added grows.
         self._growth = 2.0 ** (1.0 / memory)
         self._weight = 1.0
@@ -55,7 +55,8 @@ class Markov(Ranked):
             self._count_one(tokens[0].astype(np.intp))
         elif len(tokens):
             self._count_many(tokens)
-        if self._weight > 2.0**_LARGEST:
+        if self._weight > _LARGEST:
+            self._lately /= self._weight
             self._follow /= self._weight
             self._visits /= self._weight
             self._weight = 1.0
@@ -91,10 +92,10 @@ class Markov(Ranked):
         self._weight *= self._growth
         if before is not None:
             lately = self._lately
-            lately *= 0.5
-            lately[before] += 0.5
-            self._follow[now] += lately * np.float32(self._weight)
-            self._visits[before] += np.float32(self._weight)
+            lately *= 0.5 * self._growth
+            lately[before] += 0.5 * self._weight
+            self._follow[now] += lately
+            self._visits[before] += self._weight
 
     def _count_many(self, tokens: np.ndarray) -> None:
         """The same as one after the other, but for what came before the last `_TABLE_TOKENS`."""
@@ -111,7 +112,7 @@ class Markov(Ranked):
         if first is not None and len(first):
             left[0, first] = 1.0
         np.put_along_axis(left[1:], entered[:-1].astype(np.intp), 1.0, axis=1)
-        lately, rows = self._lately, np.empty_like(left)
+        lately, rows = self._lately / np.float32(self._weight), np.empty_like(left)
         for number, row in enumerate(left):
             lately = lately * 0.5 + row * 0.5
             rows[number] = lately
@@ -126,4 +127,5 @@ class Markov(Ranked):
         self._follow += chosen.T @ (rows * weights)
         self._visits += (left * weights).sum(axis=0)
         self._weight = float(weights[-1, 0])
-        self._lately, self._now = lately, tokens[-1].astype(np.intp)
+        self._lately = lately * np.float32(self._weight)
+        self._now = tokens[-1].astype(np.intp)
