@@ -6,20 +6,17 @@ The engine and the simulator run the same classes. A *policy* orders the experts
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from mbolt_mlx.core.decayed import DecayedCount
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.markov import Markov
-from mbolt_mlx.core.ranking import Ranked
 
 ABSENT = -1
-# Power of two up to which the weight of a use may grow.
-_LARGEST = 332
 
 
 class Policy(Protocol):
@@ -89,52 +86,6 @@ class LRU:
             if expert not in keep:
                 chosen.append(expert)
         return chosen
-
-
-class DecayedCount(Ranked):
-    """Lowest exponentially decayed use count first; absent experts are counted too.
-
-    ``count[e] = sum over uses of 0.5 ** (age in tokens / half_life)``. Instead of decaying every
-    count at each token, the weight of a new use grows, so a token costs O(top_k).
-    """
-
-    name = "decayed"
-
-    def __init__(self, experts: int, half_life: float = 12.0) -> None:
-        super().__init__(experts)
-        self._growth = 2.0 ** (1.0 / half_life)
-        self._weight = 1.0
-        self._count = np.zeros(experts)
-
-    def expect(self, tokens: np.ndarray) -> None:
-        """Nothing: the current experts are kept anyway, and all others fade alike."""
-
-    def renew(self) -> None:
-        """Counts start again, because the next conversation may be about something else."""
-        self._count[:] = 0.0
-        self._weight = 1.0
-
-    def score(self, experts: np.ndarray) -> np.ndarray:
-        """The count of each of ``experts`` as of the last token."""
-        return self._count[experts] / self._weight
-
-    def use(self, tokens: np.ndarray) -> None:
-        if len(tokens) == 1:
-            self._weight *= self._growth
-            self._count[tokens[0]] += self._weight
-        else:
-            # Over a long prompt the weights would pass the largest float; then they end at 1.
-            last = math.log2(self._weight) + len(tokens) * math.log2(self._growth)
-            if last > _LARGEST:
-                self._count *= 0.5**last
-                weights = self._growth ** np.arange(1.0 - len(tokens), 1.0)
-            else:
-                weights = self._weight * self._growth ** np.arange(1, len(tokens) + 1)
-            np.add.at(self._count, tokens, weights[:, None])
-            self._weight = float(weights[-1])
-        if self._weight > 2.0**_LARGEST:
-            self._count /= self._weight
-            self._weight = 1.0
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {

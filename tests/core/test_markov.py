@@ -102,13 +102,23 @@ def test_victims_are_residents_of_the_lowest_score_and_never_kept_ones():
     assert 3 not in policy.victims(99, ())
 
 
-def test_equal_scores_go_by_last_use():
-    policy = Markov(8, half_life=1e-3)
+def test_equal_scores_go_by_how_long_they_have_been_resident():
+    policy = Markov(8)
     for e in (5, 2, 7):
         policy.admit(e)
+    assert policy.victims(3, ()) == [5, 2, 7]
+
+
+def test_a_new_conversation_begins_with_the_order_of_the_last_one():
+    policy = Markov(8)
+    for e in (5, 2, 7):
+        policy.admit(e)
+    for e in (7, 2, 7, 5, 7):
         policy.expect(np.array([[e]]))
-    policy._follow[:] = 0
-    assert policy.victims(2, {7}) == [5, 2]
+    policy.renew()
+    assert policy.victims(3, ()) == [2, 5, 7]
+    policy.expect(np.array([[2]]))
+    assert policy.victims(2, {2}) == [5, 7]
 
 
 def test_a_new_conversation_forgets_how_often_but_not_who_follows_whom():
