@@ -5,7 +5,8 @@
 
 1. Two small models that differ only in experts a layer, 64 and 512 (made here on first use), with
    16 slots a layer each. miss_path.py leads the engine through recorded choices without computing:
-   processor time a miss, less that of the bare read call, is what bringing an expert in costs.
+   processor time a miss, less that of the bare read call, is what bringing an expert in costs. A
+   call of the engine's own costs more than a bare one, so what is outside them is told as well.
    Then the same tokens are really decoded with 16 slots, with one slot less than experts (nearly no
    misses, all else alike) and with every expert in memory. Processor time of the first less the
    second, ÷ misses of the first less the second, less that of the read, has in it what else a miss
@@ -84,6 +85,7 @@ def misses(args: argparse.Namespace, experts: int) -> dict[str, Any]:
     return {
         "experts": experts,
         "path_us": common.report.spread(r["us"] - r["read_alone_us"] for r in path),
+        "outside_reads_us": common.report.spread(r["us_timed"] - r["us_reading"] for r in path),
         "path": path,
         "beyond_read_us": beyond(most),
         "with_readback_us": beyond(every),
@@ -214,6 +216,7 @@ def main() -> int:
         common.show(
             f"{n} experts a layer: us a miss beyond the read", one["path_us"], f"<= {TARGET_US}"
         )
+        common.show("  outside the read calls, by their threads' clocks", one["outside_reads_us"])
         common.show("  of a whole decode, computing in it", one["beyond_read_us"])
         common.show("  with the readback that hits pay too", one["with_readback_us"])
         print(

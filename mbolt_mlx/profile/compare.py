@@ -38,7 +38,11 @@ def compare(
 
     ``gap_closed`` is (policy − LRU) ÷ (Belady − LRU), all with slots a layer; ``against_lru`` the
     95 % range of the difference to LRU in hit rate, by paired bootstrap over decode passes.
+
+    Raises:
+        TraceError: when nothing was decoded.
     """
+    trace.need_decoded()
     rows = []
     for resident in residents:
         base = replay(trace, Setup("lru", resident=resident))

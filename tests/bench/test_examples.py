@@ -136,11 +136,31 @@ def test_a_policy_beside_lru(script):
 
 def test_what_a_trace_costs_is_of_blocks_that_were_recorded(script, tiny_model):
     cost = script("trace_cost")
-    args = argparse.Namespace(prefill=4, decode=3, pairs=2, block_seconds=0.0)
+    args = argparse.Namespace(prefill=4, decode=3, pairs=2, seconds=0.0)
     found = cost.cost(args, tiny_model, 0.5)
-    assert found["tokens_a_block"] == found["recorded_tokens"] == 3
-    assert len(found["pairs"]) == 2 and found["ratio_time_s"]["count"] == 2
+    assert found["recorded_tokens"] == 2 * 3 and len(found["pairs"]) == 2
     assert found["trace_bytes_per_token"] > 0 and found["alone_s_per_token"] > 0
+    assert found["time"]["low"] <= found["time"]["ratio"] <= found["time"]["high"]
+
+
+def test_the_path_of_a_miss_is_the_engines_own(script, tiny_model):
+    import mbolt_mlx
+    from mbolt_mlx.engine.runtime import engine_of
+
+    path = script("miss_path")
+    model, _ = mbolt_mlx.load(tiny_model, resident=0.25, side_file=None, direct=False)
+    chosen = path.record(model, 5)
+    engine = engine_of(model)
+    layers = {layer.slots.store.layer: layer for _, layer, _ in engine._layers}
+    assert len(chosen) == 5 * len(layers)
+    before = engine._fetcher.counts.reads
+    with path.reading_timed() as reading:
+        _, missed = path.bring_in(layers, chosen)
+    assert missed > 0 and len(reading) == engine._fetcher.counts.reads - before
+    assert all(seconds >= 0 for seconds in reading)
+    timed = len(reading)
+    path.bring_in(layers, chosen)
+    assert len(reading) == timed
 
 
 def test_limits_as_a_command(script):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mbolt_mlx.cli.main import main
+from mbolt_mlx.core.errors import TraceError
 from mbolt_mlx.profile.compare import compare, held_out, table
 from mbolt_mlx.profile.trace_file import write_trace
 from mbolt_mlx.profile.traces import LayerInfo, Pass, make_trace
@@ -105,6 +106,11 @@ def test_policies_side_by_side():
         assert row["range"][0] <= row["hit_rate"] <= row["range"][1]
         assert row["scope"] == "class" or row["hit_rate"] <= row["belady"]
     assert len(table(rows).splitlines()) == 8
+
+
+def test_policies_are_not_compared_where_nothing_was_decoded():
+    with pytest.raises(TraceError, match="no decoded token"):
+        compare(held_out(made(), 1.0))
 
 
 def test_what_is_held_out():
