@@ -33,6 +33,7 @@ from mbolt_mlx.profile.trace_file import write_trace
 from mbolt_mlx.profile.traces import DECODE, read_trace
 
 TARGET = 1.02
+KINDS = ("plain", "recorded")
 # Blocks before the first pair.
 WARM_UP = 4
 
@@ -74,8 +75,7 @@ def cost(args: Namespace, model: Path, resident: float) -> dict[str, Any]:
             began = time.perf_counter()
             while len(pairs) < args.pairs or time.perf_counter() - began < args.seconds:
                 pair = {}
-                order = ("plain", "recorded") if len(pairs) % 2 == 0 else ("recorded", "plain")
-                for kind in order:
+                for kind in KINDS if len(pairs) % 2 == 0 else KINDS[::-1]:
                     fetcher.note = note if kind == "recorded" else None
                     pair[kind] = block()
                 pairs.append(pair)
@@ -95,7 +95,11 @@ def cost(args: Namespace, model: Path, resident: float) -> dict[str, Any]:
         "trace_bytes_per_token": nbytes / len(pairs) / length,
         "recorded_tokens": noted.tokens(DECODE),
         "alone_s_per_token": alone,
-        "pairs": pairs,
+        # Microseconds: time plain and recorded, processor time plain and recorded.
+        "pairs": [
+            [round(1e6 * p[kind][key]) for key in ("time_s", "cpu_s") for kind in KINDS]
+            for p in pairs
+        ],
         "time": ratio(pairs, "time_s"),
         "cpu": ratio(pairs, "cpu_s"),
     }
