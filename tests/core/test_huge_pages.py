@@ -44,28 +44,27 @@ def test_buffers_like_slots_come_in_small_pages():
     assert huge_bytes(buffer.ctypes.data + 8 * MIB) == 0
 
 
-@pytest.mark.parametrize("setting", ["[always] madvise never", "always madvise [never]", None])
-def test_nothing_is_done_where_nobody_needs_to_ask(setting, tmp_path, monkeypatch):
-    if setting is not None:
-        (tmp_path / "enabled").write_text(setting)
-        (tmp_path / "hpage_pmd_size").write_text("2097152")
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """A folder that is read in place of the system's settings."""
     monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)
     huge_pages.huge_size.cache_clear()
-    try:
-        assert huge_pages.huge_size() == 0
-        reads.aligned_buffer(8 * MIB)[:] = bytes(8 * MIB)
-    finally:
-        huge_pages.huge_size.cache_clear()
+    yield tmp_path
+    huge_pages.huge_size.cache_clear()
+
+
+@pytest.mark.parametrize("setting", ["[always] madvise never", "always madvise [never]", None])
+def test_nothing_is_done_where_nobody_needs_to_ask(setting, settings):
+    if setting is not None:
+        (settings / "enabled").write_text(setting)
+        (settings / "hpage_pmd_size").write_text("2097152")
+    assert huge_pages.huge_size() == 0
+    reads.aligned_buffer(8 * MIB)[:] = bytes(8 * MIB)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages of Linux")
 @pytest.mark.parametrize("size", ["0", "garbage", ""])
-def test_odd_settings_are_no_huge_pages(size, tmp_path, monkeypatch):
-    (tmp_path / "enabled").write_text("always [madvise] never")
-    (tmp_path / "hpage_pmd_size").write_text(size)
-    monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)
-    huge_pages.huge_size.cache_clear()
-    try:
-        assert huge_pages.huge_size() == 0
-    finally:
-        huge_pages.huge_size.cache_clear()
+def test_odd_settings_are_no_huge_pages(size, settings):
+    (settings / "enabled").write_text("always [madvise] never")
+    (settings / "hpage_pmd_size").write_text(size)
+    assert huge_pages.huge_size() == 0
