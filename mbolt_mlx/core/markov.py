@@ -46,11 +46,11 @@ class Markov(Ranked):
         self._follow = np.zeros((experts, experts), np.float32)  # [e, i]: a token adds whole rows
         self._visits = np.zeros(experts, np.float32)
         self._now: np.ndarray | None = None
-        self._counted: np.ndarray | None = None
+        self._counted = False
 
     def expect(self, tokens: np.ndarray) -> None:
         """Count the choices ``[tokens, top_k]`` of the forward that begins."""
-        self._counted = tokens
+        self._counted = True
         if not len(tokens):
             return
         tokens = tokens.astype(np.intp)  # other integers make numpy's look-ups three times slower
@@ -67,9 +67,9 @@ class Markov(Ranked):
 
     def use(self, tokens: np.ndarray) -> None:
         """Count the choices of a forward that has ended, unless ``expect`` has."""
-        if tokens is not self._counted:
+        if not self._counted:
             self.expect(tokens)
-        self._counted = None
+        self._counted = False
 
     def renew(self) -> None:
         """Another conversation begins: who follows whom stays, how often does not."""

@@ -76,7 +76,6 @@ class Pool:
         misses = [e for e in experts if not self._resident[start + e]]
         keep = {start + e for e in experts}
         if self._lru is None:
-            self._policies[layer].expect(row[None])
             self._policies[layer].use(row[None])
             width = self._shapes[layer].experts
             self._scores[start : start + width] = self._policies[layer].worth()

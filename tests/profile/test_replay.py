@@ -135,6 +135,21 @@ def test_a_pool_that_holds_everything_misses_each_expert_once(policy, scope):
     assert 16 < tight.misses < tight.hits + tight.misses
 
 
+def test_a_pool_of_one_layer_is_that_layers_slots():
+    """The policies count each token once, here as there."""
+    rng = np.random.default_rng(3)
+    often = 1.0 / np.arange(1, 33)
+    trace = small(
+        [[rng.choice(32, 4, replace=False, p=often / often.sum())] for _ in range(400)],
+        experts=32,
+        top_k=4,
+    )
+    for policy in ("lru", "markov"):
+        alone = replay(trace, Setup(policy, slots={0: 8})).decode
+        pooled = replay(trace, Setup(policy, "class", budget=8000)).decode
+        assert (pooled.hits, pooled.evictions) == (alone.hits, alone.evictions), policy
+
+
 def test_a_pool_gives_up_none_of_the_current_token():
     trace = small([[[0, 1]], [[2, 3]], [[0, 3]]])
     for policy in ("lru", "decayed", "markov"):
