@@ -1,4 +1,4 @@
-"""The only place that calls the operating system for files.
+"""The only place that calls the operating system for files (but for `core.aio`'s queue of reads).
 
 Linux and macOS differ here and nowhere else. What macOS does (F_NOCACHE, F_FULLFSYNC,
 F_PREALLOCATE) is written from documentation and has not been run on a Mac.

@@ -1,8 +1,9 @@
 """Positioned reads, merged, in parallel, straight to where the bytes are wanted.
 
 A `Request` is one call to the drive that fills a list of buffers. `Reader.start` hands a list of
-requests to its threads as part of a `Batch`, whose `take` gives the finished ones in the order in
-which they finish. The threads fill buffers and do nothing else.
+requests to the kernel's own queue, where it has one (`core.aio`), or else to its threads, as part
+of a `Batch`, whose `take` gives the finished ones in the order in which they finish. The threads
+fill buffers and do nothing else.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 
-from mbolt_mlx.core import files, huge_pages, macos
+from mbolt_mlx.core import aio, files, huge_pages, macos
 from mbolt_mlx.core.errors import ReadError
 
 # Reads at a time, unless the user says how many.
@@ -26,6 +28,10 @@ MERGE_MAX = 16 << 20
 MERGE_GAP = 64 << 10
 # A thread's buffer for unaligned ranges.
 BOUNCE_BYTES = 4 << 20
+# Up to this a thread's wake counts; of more, the kernel's queue may hold up who hands it in.
+ASYNCHRONOUS_MAX = 4 << 20
+# Starts after which a file system that ended every one of them at once counts as synchronous.
+_TRIALS = 8
 
 
 class Request:
@@ -142,6 +148,9 @@ class Batch:
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._running: set[Request] = set()
         self._cancelled = False
+        #: what the kernel reads of it by itself, and where that stream goes when all has ended
+        self.stream: aio.Stream | None = None
+        self.spare: list[aio.Stream] = []
 
     def begins(self, request: Request) -> bool:
         """Called by a reading thread; False where nobody wants the bytes any more."""
@@ -158,6 +167,10 @@ class Batch:
         if len(self._done) >= self._wanted:
             self._wake.put(None)
 
+    def ended(self, requests: Iterable[Request]) -> None:
+        """Called by the thread that takes: ``requests`` have ended without a thread."""
+        self._done.extend(requests)
+
     def take(self, at_least: int = 1) -> list[Request]:
         """Wait for ``at_least`` more requests, and return all that have finished since.
 
@@ -167,7 +180,10 @@ class Batch:
         # Woken once, not at each request that finishes before.
         self._wanted = min(at_least, self.left)
         while len(self._done) < self._wanted:
-            self._wake.get()
+            if self.stream is not None and self.stream.left:
+                self.ended(self.stream.ended(self._wanted - len(self._done)))
+            else:
+                self._wake.get()
         self._wanted = sys.maxsize
         done: list[Request] = []
         while self.left and self._done:
@@ -177,29 +193,42 @@ class Batch:
             if request.error is not None:
                 self.drain()
                 raise request.error
+        if self.stream is not None and not self.left:
+            stream, self.stream = self.stream, None
+            self.spare.append(stream)
         return done
 
     def drain(self) -> None:
-        """Give up what has not begun, and wait until no thread writes for this batch any more.
+        """Give up what has not begun, and wait until nobody writes for this batch any more.
 
         Counts nothing that an interrupt at any moment could have left wrong.
         """
         self._cancelled = True
+        if self.stream is not None:
+            self.stream.drain()
+            self.stream = None
         while self._running:
             time.sleep(0.0005)
         self.left = 0
 
 
 class Reader:
-    """A few threads that read.
+    """The kernel's queue, or a few threads that read.
 
     Args:
         threads: reads in flight at a time.
         paths: descriptor → path, for the errors.
+        direct: reads bypass the page cache, so that the kernel may have a queue for them.
     """
 
-    def __init__(self, threads: int, paths: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, threads: int, paths: Mapping[int, str] | None = None, *, direct: bool = False
+    ) -> None:
         self.threads = threads
+        #: whether small aligned requests go to the kernel's queue; not once that has proved no use
+        self.asynchronous = direct
+        self._trials = _TRIALS
+        self._spare: list[aio.Stream] = []
         self._paths = paths if paths is not None else {}
         self._queue: SimpleQueue[tuple[Request, Batch] | None] = SimpleQueue()
         self._bounce: memoryview | None = None
@@ -208,6 +237,9 @@ class Reader:
 
     def start(self, requests: Sequence[Request], batch: Batch) -> None:
         """Begin to read ``requests``, in order, as part of ``batch``."""
+        if self.asynchronous and all(map(_suits_the_kernel, requests)):
+            if self._hand_over(requests, batch):
+                return
         if not self._started:
             self._start_threads()
         put = self._queue.put
@@ -239,6 +271,32 @@ class Reader:
                 for _ in range(self.threads):
                     self._queue.put(None)
                 self._started = False
+            self._spare.clear()
+
+    def _hand_over(self, requests: Sequence[Request], batch: Batch) -> bool:
+        """Have the kernel read ``requests``; False where it has no queue to be had."""
+        if batch.stream is None:
+            try:
+                plainly = partial(_carry_out, paths=self._paths)
+                stream = self._spare.pop() if self._spare else aio.Stream(self.threads, plainly)
+            except OSError:
+                self.asynchronous = False
+                return False
+            batch.stream, batch.spare = stream, self._spare
+        batch.left += len(requests)
+        batch.ended(batch.stream.start(requests))
+        if self._trials and requests:
+            self._try_out(batch, batch.stream)
+        return True
+
+    def _try_out(self, batch: Batch, stream: aio.Stream) -> None:
+        """Go back to threads where reads have ended, or were refused, when they are started."""
+        flying = stream.flying
+        ended = stream.ended(0)
+        batch.ended(ended)
+        self._trials = self._trials - 1 if len(ended) == flying else 0
+        if len(ended) == flying and not self._trials:
+            self.asynchronous = False
 
     def _start_threads(self) -> None:
         with self._lock:
@@ -264,12 +322,26 @@ def _work(queue: SimpleQueue[tuple[Request, Batch] | None], paths: Mapping[int, 
         del work
 
 
+def _suits_the_kernel(request: Request) -> bool:
+    return (
+        not request.bounce
+        and request.nbytes <= ASYNCHRONOUS_MAX
+        and len(request.buffers) <= files.IOV_MAX
+    )
+
+
 def _do(
     request: Request, batch: Batch, paths: Mapping[int, str], bounce: memoryview | None
 ) -> None:
     """Carry out one request and report it."""
-    if not batch.begins(request):
-        return
+    if batch.begins(request):
+        _carry_out(request, paths, bounce)
+        batch.finished(request)
+
+
+def _carry_out(
+    request: Request, paths: Mapping[int, str], bounce: memoryview | None = None
+) -> None:
     try:
         if request.bounce and bounce is not None:
             _read_bounced(request, bounce)
@@ -279,7 +351,6 @@ def _do(
         if isinstance(error, ReadError) and error.path is None:
             error.path = paths.get(request.fd)
         request.error = error
-    batch.finished(request)
 
 
 def _read_bounced(request: Request, bounce: memoryview) -> None:

@@ -34,7 +34,7 @@ class Fetcher:
         self._align = 0
         self._fds: list[int] = []
         self._paths: dict[int, str] = {}
-        self._reader = reads.Reader(threads, self._paths)
+        self._reader = reads.Reader(threads, self._paths, direct=direct)
         # The model has no end of its own: its files are closed when it is no longer used.
         self.close = weakref.finalize(self, _close, self._reader, self._fds)
 

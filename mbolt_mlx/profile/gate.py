@@ -204,7 +204,7 @@ def _cut(work: Work, tokens: int | None) -> tuple[tuple[tuple[int, int], ...], .
 def _measure(path: Path, starts: Sequence[Sequence[tuple[int, int]]]) -> float:
     """Seconds to read ``starts``, one after the other, each one's ranges at once."""
     fd, direct = files.open_cold(path)
-    reader = reads.Reader(reads.THREADS)
+    reader = reads.Reader(reads.THREADS, direct=direct)
     most = max((n for one in starts for _, n in one), default=0)
     width = max((len(one) for one in starts), default=0)
     buffers = reads.slot_buffers(width, most)
