@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Queue:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        #: seconds that starting reads has taken
+        self.held_s = 0.0
         self._contexts: Iterator[int] = iter(())
         setup, self._destroy, self._submit, self._events = _CALLS
         context = ctypes.c_ulong(0)
@@ -125,7 +128,9 @@ class Queue:
             )
         self._flying.update(zip(numbers, requests, strict=True))
         self._next += len(requests)
+        start = perf_counter()
         taken = self._submit(self._context, len(requests), self._pointers.buffer_info()[0])
+        self.held_s += perf_counter() - start
         taken = max(taken, 0)
         for number in numbers[taken:]:
             del self._flying[number]
@@ -179,6 +184,11 @@ class Stream:
     def flying(self) -> int:
         """Reads that the kernel has."""
         return self._queue.flying
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that the kernel has held up who started reads."""
+        return self._queue.held_s
 
     @property
     def left(self) -> int:

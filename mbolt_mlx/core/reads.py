@@ -30,8 +30,10 @@ MERGE_GAP = 64 << 10
 BOUNCE_BYTES = 4 << 20
 # Up to this a thread's wake counts; of more, the kernel's queue may hold up who hands it in.
 ASYNCHRONOUS_MAX = 4 << 20
-# Starts after which a file system that ended every one of them at once counts as synchronous.
+# Where so many starts in turn held up the caller until all was read, for longer than it takes to
+# wake threads, the file system counts as one that has no asynchronous reads.
 _TRIALS = 8
+_WAKE_S = 1e-4
 
 
 class Request:
@@ -284,19 +286,24 @@ class Reader:
                 return False
             batch.stream, batch.spare = stream, self._spare
         batch.left += len(requests)
-        batch.ended(batch.stream.start(requests))
-        if self._trials and requests:
-            self._try_out(batch, batch.stream)
+        held = batch.stream.held_s
+        refused = batch.stream.start(requests)
+        batch.ended(refused)
+        if self._trials:
+            held = batch.stream.held_s - held
+            self._try_out(batch, batch.stream, bool(refused) or held > _WAKE_S)
         return True
 
-    def _try_out(self, batch: Batch, stream: aio.Stream) -> None:
-        """Go back to threads where reads have ended, or were refused, when they are started."""
+    def _try_out(self, batch: Batch, stream: aio.Stream, slow: bool) -> None:
+        """Judge by a start, and go back to threads when it is one ``slow`` one too many."""
         flying = stream.flying
         ended = stream.ended(0)
         batch.ended(ended)
-        self._trials = self._trials - 1 if len(ended) == flying else 0
-        if len(ended) == flying and not self._trials:
-            self.asynchronous = False
+        if len(ended) < flying:
+            self._trials = 0
+        elif slow:
+            self._trials -= 1
+            self.asynchronous = self._trials > 0
 
     def _start_threads(self) -> None:
         with self._lock:

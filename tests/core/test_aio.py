@@ -307,7 +307,7 @@ def test_reads_that_end_when_they_are_started_send_the_reader_back_to_its_thread
     try:
         for seed in range(12):
             assert reader.asynchronous == (seed < 8)
-            requests, batch = some(fd, 5, seed), Batch()
+            requests, batch = [request(fd, PAGE * seed, 4 << 20)] * 5, Batch()
             reader.start(requests, batch)
             assert len(take_all(batch)) == 5
             assert all(right(r, data) for r in requests)
@@ -315,6 +315,35 @@ def test_reads_that_end_when_they_are_started_send_the_reader_back_to_its_thread
     finally:
         reader.close()
         os.close(fd)
+
+
+def test_a_kernel_that_refuses_every_read_sends_the_reader_back_to_its_threads(
+    file, direct, monkeypatch
+):
+    def refused(*_):
+        aio.ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    monkeypatch.setattr(aio, "_CALLS", [*aio._CALLS[:2], refused, aio._CALLS[3]])
+    reader = Reader(2, direct=True)
+    for seed in range(12):
+        batch, requests = Batch(), some(direct, 3, seed)
+        reader.start(requests, batch)
+        assert len(take_all(batch)) == 3 and all(right(r, file[1]) for r in requests)
+    assert not reader.asynchronous and reader._started
+    reader.close()
+
+
+def test_reads_that_end_at_once_but_quickly_are_left_alone(file):
+    fd = files.open_read(file[0])
+    reader = Reader(2, direct=True)
+    for n in range(20):
+        batch = Batch()
+        reader.start([request(fd, PAGE * n, PAGE)], batch)
+        take_all(batch)
+    assert reader.asynchronous and not reader._started
+    reader.close()
+    os.close(fd)
 
 
 def test_reads_that_take_their_time_settle_it(file, direct):

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mbolt_mlx.core import aio, files
 from mbolt_mlx.core.errors import ReadError
 from tests.engine.kit import Faults, eio, ids, layers_of, load, run_python
 
@@ -65,6 +66,30 @@ def test_a_drive_that_fails_for_good_and_is_mended(
         faults.clear()
         assert_right(model, wanted)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_kernels_own_reads_fail_now_and_then_and_for_good(
+    make, wanted, monkeypatch, reading, way
+):
+    model = load(make(**SHAPE), resident=0.25, **reading)
+    real, count = aio.Queue.wait, [0]
+
+    def wait(queue, at_least):
+        count[0] += 1
+        ended = real(queue, at_least)
+        return [(r, n if (count[0] + k) % 3 else -errno.EIO) for k, (r, n) in enumerate(ended)]
+
+    monkeypatch.setattr(aio.Queue, "wait", wait)
+    assert_right(model, wanted)
+    assert bool(count[0]) == bool(reading)
+    faults = Faults(monkeypatch, lambda *_: eio())
+    with pytest.raises(ReadError, match="read failed: Input/output error"):
+        for seed in range(50):
+            mx.eval(model(ids(*way, seed=seed)))
+    faults.clear()
+    assert_right(model, wanted)
+    assert still_reads_so(model, reading)
 
 
 def test_one_bad_place_spoils_only_what_needs_it(make, wanted, monkeypatch):
@@ -157,10 +182,29 @@ class InterruptAt:
             sys.settrace(before)
 
 
+@pytest.fixture(params=["threads", "kernel"])
+def reading(request, make, side_file_of):
+    """How to load so that threads read, or the kernel by itself, where it can."""
+    if request.param == "threads":
+        return {}
+    side_file = side_file_of(make(**SHAPE))
+    try:
+        aio.Queue(1)
+        os.close(files.open_read(side_file, direct=True))
+    except (OSError, ReadError):
+        pytest.skip("no direct reads by the kernel itself here")
+    return dict(side_file=side_file, direct=True)
+
+
+def still_reads_so(model, reading) -> bool:
+    reader = layers_of(model)[0].fetcher._reader
+    return reader.asynchronous == bool(reading) and reader._started != bool(reading)
+
+
 @pytest.mark.parametrize("policy", ["lru", "decayed"])
 @pytest.mark.parametrize(("way", "stride"), [((1, 1), 12), ((1, 40), 250)])
-def test_an_interrupt_between_any_two_lines(make, wanted, policy, way, stride):
-    model = load(make(**SHAPE), resident=0.25, policy=policy)
+def test_an_interrupt_between_any_two_lines(make, wanted, reading, policy, way, stride):
+    model = load(make(**SHAPE), resident=0.25, policy=policy, **reading)
     pick = random.Random(f"{policy}{way}")
     line, cut = 0, 0
     while True:
@@ -172,7 +216,7 @@ def test_an_interrupt_between_any_two_lines(make, wanted, policy, way, stride):
         for again in (way, (1, 40), (1, 1)):
             got = np.array(model(ids(*again))).tobytes()
             assert got == wanted[again], f"{interrupt.where} spoilt {again}"
-    assert cut > 8
+    assert cut > 8 and still_reads_so(model, reading)
 
 
 @pytest.mark.parametrize("way", [(1, 1), (1, 40)])
@@ -206,7 +250,7 @@ def test_an_interrupt_while_reads_are_under_way(make, wanted, monkeypatch, way):
 
 
 @pytest.mark.slow
-def test_a_real_ctrl_c_while_generating(make, stock):
+def test_a_real_ctrl_c_while_generating(make, stock, reading):
     """Signals at random moments in a process of its own; the text afterwards is stock's."""
     import mlx_lm
 
@@ -216,7 +260,10 @@ def test_a_real_ctrl_c_while_generating(make, stock):
     printed = run_python(
         """
 import random, signal, sys, mlx_lm, mbolt_mlx
-model, tokenizer = mbolt_mlx.load(sys.argv[1], resident=0.25, side_file=None)
+side_file = sys.argv[3] if sys.argv[3:] else None
+model, tokenizer = mbolt_mlx.load(
+    sys.argv[1], resident=0.25, side_file=side_file, direct=bool(side_file)
+)
 pick, cut = random.Random(0), 0
 say = lambda: mlx_lm.generate(model, tokenizer, "once upon a time", max_tokens=6)
 say()
@@ -235,6 +282,7 @@ print(cut, say() == sys.argv[2])
 """,
         str(path),
         text,
+        *(str(reading[key]) for key in reading if key == "side_file"),
     ).split()
     assert int(printed[0]) > 2 and printed[1] == "True"
 
