@@ -5,12 +5,13 @@
 
 What the router chooses is recorded while random tokens are decoded. Then the engine's own code is
 led through the recorded choices, layer by layer and token by token, without computing: the policy's
-score, the plan, evictions, requests, merging, threads, reading into the slots, waiting ("us"). The
-read itself, which is no work of the engine, is told in two ways: once more the same, with each read
-call timed by its own thread's processor clock ("us_timed", of which "us_reading" in the calls); and
-as many direct reads of an expert's bytes into one of as many buffers, by bare calls one after the
-other ("read_alone_us"). In turn, processor time of the whole process; the result is one line of
-JSON.
+score, the plan, evictions, requests, merging, reading into the slots, waiting ("us"). The read
+itself, which is no work of the engine, is told in two ways: once more the same, with each system
+call that reads, starts reads or waits for them timed by its own thread's processor clock
+("us_timed", of which "us_reading" in the calls); and as many direct reads of an expert's bytes into
+one of as many buffers, by bare calls one after the other ("read_alone_us"). In turn, processor time
+of the whole process; the result is one line of JSON, which says whether the kernel's own queue was
+used ("asynchronous").
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 import mbolt_mlx
-from mbolt_mlx.core import files, reads
+from mbolt_mlx.core import aio, files, reads
 from mbolt_mlx.core.schedule import plan_call
 from mbolt_mlx.engine.layer import OffloadedLayer
 from mbolt_mlx.engine.runtime import engine_of
@@ -72,22 +73,42 @@ def bring_in(layers: dict[int, OffloadedLayer], chosen: Choices) -> tuple[float,
     return time.process_time() - start, missed
 
 
-@contextmanager
-def reading_timed() -> Iterator[list[float]]:
-    """A list to which each read call adds the processor seconds of its thread."""
-    took: list[float] = []
-    read, clock = files.pread_into, time.thread_time
+class ReadClock:
+    """Processor seconds, by each thread's own clock, of the calls that read.
 
-    def timed(*args: Any, **options: Any) -> None:
-        start = clock()
-        read(*args, **options)
-        took.append(clock() - start)
+    Made before the model is loaded, because a queue looks its calls up when it is made.
+    """
 
-    files.pread_into = timed
-    try:
-        yield took
-    finally:
-        files.pread_into = read
+    def __init__(self) -> None:
+        self._took: list[float] | None = None
+        files.pread_into = self._timed(files.pread_into)
+        setup, destroy, submit, events = aio._CALLS
+        aio._CALLS = [setup, destroy, self._timed(submit), self._timed(events)]
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        clock = time.thread_time
+
+        def timed(*args: Any, **options: Any) -> Any:
+            took = self._took
+            if took is None:
+                return call(*args, **options)
+            start = clock()
+            try:
+                return call(*args, **options)
+            finally:
+                took.append(clock() - start)
+
+        return timed
+
+    @contextmanager
+    def running(self) -> Iterator[list[float]]:
+        """The list to which each call adds its seconds."""
+        took: list[float] = []
+        self._took = took
+        try:
+            yield took
+        finally:
+            self._took = None
 
 
 class BareReads:
@@ -120,6 +141,7 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=128, help="tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
     args = parser.parse_args()
+    clock = ReadClock()
     experts = json.loads((args.model / "config.json").read_text())["num_experts"]
     model, _ = mbolt_mlx.load(
         args.model, resident=args.slots / experts, side_file=args.side_file, direct=True
@@ -132,7 +154,7 @@ def main() -> int:
     runs = []
     for _ in range(args.rounds):
         took, missed = bring_in(layers, chosen)
-        with reading_timed() as reading:
+        with clock.running() as reading:
             timed, again = bring_in(layers, chosen)
         runs.append(
             {
@@ -143,7 +165,9 @@ def main() -> int:
                 "read_alone_us": 1e6 * bare.seconds(missed) / missed,
             }
         )
-    print(json.dumps({"calls": len(chosen), "layers": len(layers), "runs": runs}))
+    queued = some.fetcher.asynchronous
+    document = {"calls": len(chosen), "layers": len(layers), "asynchronous": queued, "runs": runs}
+    print(json.dumps(document))
     return 0
 
 

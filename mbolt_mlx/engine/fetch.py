@@ -57,6 +57,11 @@ class Fetcher:
         """Reads in flight at a time."""
         return self._reader.threads
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the kernel's own queue reads, instead of threads (see `core.aio`)."""
+        return self._reader.asynchronous
+
     def start(
         self,
         slots: LayerSlots,

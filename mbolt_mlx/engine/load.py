@@ -84,7 +84,7 @@ def load(
         side_file: "auto" uses the one of the default place if it matches; a path must match;
             None reads the model's own files.
         policy: who stays in memory: "lru", "decayed", "markov", or "default" (markov).
-        read_threads: reads in flight at a time.
+        read_threads: reads in flight at a time; of direct ones Linux is handed up to twice as many.
         direct: bypass the page cache; None decides by whether the experts fit into free memory.
 
     Returns:

@@ -197,8 +197,8 @@ def reading(request, make, side_file_of):
 
 
 def still_reads_so(model, reading) -> bool:
-    reader = layers_of(model)[0].fetcher._reader
-    return reader.asynchronous == bool(reading) and reader._started != bool(reading)
+    fetcher = layers_of(model)[0].fetcher
+    return fetcher.asynchronous == bool(reading) and fetcher._reader._started != bool(reading)
 
 
 @pytest.mark.parametrize("policy", ["lru", "decayed"])
