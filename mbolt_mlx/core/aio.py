@@ -39,6 +39,7 @@ _IOCB = struct.Struct("<QIiHhIQQqQII")
 # data, obj, res, res2
 _EVENT = struct.Struct("<QQqq")
 _PREADV = 7
+_IOVEC_BYTES = 16
 _byte_at = ctypes.c_char.from_buffer
 
 
@@ -111,21 +112,18 @@ class Queue:
 
         When the kernel takes fewer, the one after them is at fault, or it has no room left.
         """
-        vectors, spans = array("Q"), []
+        vectors = array("Q")
         for request in requests:
-            first = len(vectors)
             for buffer in request.buffers:
                 vectors.append(ctypes.addressof(_byte_at(buffer)))
                 vectors.append(len(buffer))
-            spans.append(first)
-        base = vectors.buffer_info()[0]
+        place, _ = vectors.buffer_info()
         numbers = range(self._next, self._next + len(requests))
         for n, request in enumerate(requests):
-            end = spans[n + 1] if n + 1 < len(spans) else len(vectors)
-            _IOCB.pack_into(
-                *(self._blocks, n * _IOCB.size, numbers[n], 0, 0, _PREADV, 0, request.fd),
-                *(base + 8 * spans[n], (end - spans[n]) // 2, request.offset, 0, 0, 0),
-            )
+            count = len(request.buffers)
+            read = numbers[n], 0, 0, _PREADV, 0, request.fd, place, count, request.offset, 0, 0, 0
+            _IOCB.pack_into(self._blocks, n * _IOCB.size, *read)
+            place += count * _IOVEC_BYTES
         self._flying.update(zip(numbers, requests, strict=True))
         self._next += len(requests)
         start = perf_counter()
