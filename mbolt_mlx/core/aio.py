@@ -16,9 +16,10 @@ import os
 import platform
 import struct
 import sys
+import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -48,18 +49,24 @@ def _calls() -> list[Callable[..., int]]:
     numbers = _NUMBERS.get(platform.machine())
     if sys.platform != "linux" or numbers is None or sys.maxsize < 1 << 32:
         return [_absent] * 4
-    library = ctypes.CDLL(None, use_errno=True)
     word, pointer = ctypes.c_long, ctypes.c_void_p
-    kinds = [
-        (word, pointer),
-        (pointer,),
-        (pointer, word, pointer),
-        (pointer, word, word, pointer, pointer),
-    ]
+    waits = ctypes.CDLL(None, use_errno=True)
+    # Starting reads is so short that letting other Python threads run meanwhile costs more.
+    short = ctypes.PyDLL(None, use_errno=True)
     calls = []
-    for number, some in zip(numbers, kinds, strict=True):
+    for library, number, kinds in zip(
+        (short, waits, short, waits),
+        numbers,
+        (
+            (word, pointer),
+            (pointer,),
+            (pointer, word, pointer),
+            (pointer, word, word, pointer, pointer),
+        ),
+        strict=True,
+    ):
         function = library["syscall"]  # another object each time
-        function.argtypes = (word, *some)
+        function.argtypes = (word, *kinds)
         function.restype = word
         calls.append(partial(function, number))
     return calls
@@ -73,6 +80,33 @@ def _absent(*_: object) -> int:
 _CALLS = _calls()
 
 
+class _Context:
+    """A context of the kernel, and the requests that it writes for, by number.
+
+    It is in `_CONTEXTS` until it has ended, so that no buffer is freed under the kernel's hands
+    even where an interrupt keeps its queue's end from being carried out.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = weakref.ref(queue)
+        self.flying: dict[int, Request] = {}
+        self.cell = array("L", [0])
+        # Once only, and with no moment between taking the number and the call in which an interrupt
+        # could come: another context may have the same number by the time of a second call.
+        self._ends = map(_CALLS[1], map(array.pop, [self.cell]))
+        _CONTEXTS.add(self)
+
+    def end(self) -> None:
+        """Wait until no read is under way any more, and give the context back."""
+        for _ in self._ends:
+            pass
+        self.flying.clear()
+        _CONTEXTS.discard(self)
+
+
+_CONTEXTS: set[_Context] = set()
+
+
 class Queue:
     """Reads under way in one of the kernel's contexts. One thread at a time uses it.
 
@@ -84,23 +118,25 @@ class Queue:
     """
 
     def __init__(self, depth: int) -> None:
+        for left in [one for one in list(_CONTEXTS) if one.queue() is None]:
+            left.end()
         self.depth = depth
         #: seconds that starting reads has taken
         self.held_s = 0.0
-        self._contexts: Iterator[int] = iter(())
-        setup, self._destroy, self._submit, self._events = _CALLS
-        context = ctypes.c_ulong(0)
-        if setup(depth, ctypes.addressof(context)) < 0:
-            _fail()
-        self._context = context.value
-        self._contexts = iter([context.value])
-        # By number, what the kernel writes for; its buffers must not be freed before.
-        self._flying: dict[int, Request] = {}
+        self._context = _Context(self)
+        self._flying = self._context.flying
         self._next = 0
         self._blocks = ctypes.create_string_buffer(depth * _IOCB.size)
         start = ctypes.addressof(self._blocks)
         self._pointers = array("Q", [start + n * _IOCB.size for n in range(depth)])
         self._found = ctypes.create_string_buffer(depth * _EVENT.size)
+        setup, _, self._submit, self._events = _CALLS
+        cell, _ = self._context.cell.buffer_info()
+        if setup(depth, cell) < 0:
+            number = ctypes.get_errno()
+            self.destroy()
+            raise OSError(number, os.strerror(number))
+        self._number = self._context.cell[0]
 
     @property
     def flying(self) -> int:
@@ -112,22 +148,23 @@ class Queue:
 
         When the kernel takes fewer, the one after them is at fault, or it has no room left.
         """
-        vectors = array("Q")
+        vectors, counts = array("Q"), []
         for request in requests:
-            for buffer in request.buffers:
+            buffers = [buffer for buffer in request.buffers if len(buffer)]
+            for buffer in buffers:
                 vectors.append(ctypes.addressof(_byte_at(buffer)))
                 vectors.append(len(buffer))
+            counts.append(len(buffers))
         place, _ = vectors.buffer_info()
         numbers = range(self._next, self._next + len(requests))
-        for n, request in enumerate(requests):
-            count = len(request.buffers)
+        for n, (request, count) in enumerate(zip(requests, counts, strict=True)):
             read = numbers[n], 0, 0, _PREADV, 0, request.fd, place, count, request.offset, 0, 0, 0
             _IOCB.pack_into(self._blocks, n * _IOCB.size, *read)
             place += count * _IOVEC_BYTES
         self._flying.update(zip(numbers, requests, strict=True))
         self._next += len(requests)
         start = perf_counter()
-        taken = self._submit(self._context, len(requests), self._pointers.buffer_info()[0])
+        taken = self._submit(self._number, len(requests), self._pointers.buffer_info()[0])
         self.held_s += perf_counter() - start
         taken = max(taken, 0)
         for number in numbers[taken:]:
@@ -142,20 +179,17 @@ class Queue:
         """
         while (
             count := self._events(
-                self._context, at_least, self.depth, ctypes.addressof(self._found), None
+                self._number, at_least, self.depth, ctypes.addressof(self._found), None
             )
         ) < 0:
-            if ctypes.get_errno() != errno.EINTR:
-                _fail()
+            if (number := ctypes.get_errno()) != errno.EINTR:
+                raise OSError(number, os.strerror(number))
         events = _EVENT.iter_unpack(memoryview(self._found)[: count * _EVENT.size])
         return [(self._flying.pop(number), result) for number, _, result, _ in events]
 
     def destroy(self) -> None:
         """Wait until no read is under way any more, and give the context back."""
-        # The iterator gives the context once, and an interrupt cannot come between that and the
-        # call: another queue may have the same number by the time of a second one.
-        for _ in map(self._destroy, self._contexts):
-            self._flying.clear()
+        self._context.end()
 
     __del__ = destroy
 
@@ -233,8 +267,3 @@ class Stream:
                 refused.append(self._waiting.popleft())
                 self._plainly(refused[-1])
         return refused
-
-
-def _fail() -> None:
-    number = ctypes.get_errno()
-    raise OSError(number, os.strerror(number))

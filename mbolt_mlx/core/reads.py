@@ -8,6 +8,7 @@ fill buffers and do nothing else.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import sys
 import threading
@@ -30,8 +31,8 @@ MERGE_GAP = 64 << 10
 BOUNCE_BYTES = 4 << 20
 # Up to this a thread's wake counts; of more, the kernel's queue may hold up who hands it in.
 ASYNCHRONOUS_MAX = 4 << 20
-# Where so many starts in turn held up the caller until all was read, for longer than it takes to
-# wake threads, the file system counts as one that has no asynchronous reads.
+# Where so many starts held up the caller until all was read, for longer than it takes to wake a
+# thread for each read, and none did not, the file system has no asynchronous reads.
 _TRIALS = 8
 _WAKE_S = 1e-4
 
@@ -227,7 +228,7 @@ class Reader:
         self, threads: int, paths: Mapping[int, str] | None = None, *, direct: bool = False
     ) -> None:
         self.threads = threads
-        #: whether small aligned requests go to the kernel's queue; not once that has proved no use
+        #: whether small aligned requests are to go to the kernel's queue, as far as it was tried
         self.asynchronous = direct
         self._trials = _TRIALS
         self._spare: list[aio.Stream] = []
@@ -250,7 +251,7 @@ class Reader:
             put((request, batch))
 
     def help(self, batch: Batch) -> None:
-        """Read in the calling thread too, until nothing of ``batch`` waits to begin.
+        """Read in the calling thread too, until nothing of ``batch`` is the next to begin.
 
         For a caller that needs all of it: one thread fewer to wake, and none to wait for.
         """
@@ -259,12 +260,15 @@ class Reader:
                 work = self._queue.get_nowait()
             except Empty:
                 return
-            if work is None:
-                self._queue.put(None)
+            if work is None or work[1] is not batch:
+                self._queue.put(work)
                 return
-            if self._bounce is None and work[0].bounce:
+            request = work[0]
+            if self._bounce is None and request.bounce:
                 self._bounce = aligned_buffer(BOUNCE_BYTES)
-            _do(*work, self._paths, self._bounce)
+            # Not as a thread does: who waits also drains, and must not wait for itself then.
+            _carry_out(request, self._paths, self._bounce)
+            batch.ended([request])
 
     def close(self) -> None:
         """End the threads once they have finished what was started."""
@@ -279,10 +283,10 @@ class Reader:
         """Have the kernel read ``requests``; False where it has no queue to be had."""
         if batch.stream is None:
             try:
-                plainly = partial(_carry_out, paths=self._paths)
-                stream = self._spare.pop() if self._spare else aio.Stream(self.threads, plainly)
-            except OSError:
-                self.asynchronous = False
+                stream = self._stream()
+            except OSError as error:
+                # Others may have taken all the room that the system has for queues, for a while.
+                self.asynchronous = error.errno == errno.EAGAIN
                 return False
             batch.stream, batch.spare = stream, self._spare
         batch.left += len(requests)
@@ -291,8 +295,15 @@ class Reader:
         batch.ended(refused)
         if self._trials:
             held = batch.stream.held_s - held
-            self._try_out(batch, batch.stream, bool(refused) or held > _WAKE_S)
+            slow = held > _WAKE_S * len(requests)
+            self._try_out(batch, batch.stream, slow or bool(refused))
         return True
+
+    def _stream(self) -> aio.Stream:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return aio.Stream(self.threads, partial(_carry_out, paths=self._paths))
 
     def _try_out(self, batch: Batch, stream: aio.Stream, slow: bool) -> None:
         """Judge by a start, and go back to threads when it is one ``slow`` one too many."""

@@ -59,7 +59,7 @@ class Fetcher:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the kernel's own queue reads, instead of threads (see `core.aio`)."""
+        """Whether reads go to the kernel's own queue, as far as it was tried (see `core.aio`)."""
         return self._reader.asynchronous
 
     def start(

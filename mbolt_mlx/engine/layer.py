@@ -29,7 +29,7 @@ class OffloadedLayer:
     Args:
         slots: the layer's memory.
         resident: which expert each slot holds.
-        fetcher: reads, counts, and the lock, shared by all layers.
+        fetcher: reads and counts, shared by all layers.
     """
 
     def __init__(self, slots: LayerSlots, resident: ResidentSet, fetcher: Fetcher) -> None:

@@ -219,9 +219,12 @@ def _measure(path: Path, starts: Sequence[Sequence[tuple[int, int]]]) -> float:
                 reads.Request(fd, offset, [buffers[k][:nbytes]], nbytes, (k,))
                 for k, (offset, nbytes) in enumerate(one)
             ]
-            reader.start(requests, batch)
-            while batch.left:
-                batch.take()
+            try:
+                reader.start(requests, batch)
+                while batch.left:
+                    batch.take()
+            finally:
+                batch.drain()
         return time.perf_counter() - begin
     finally:
         reader.close()

@@ -317,6 +317,53 @@ def test_after_drain_nothing_is_written_and_what_had_not_begun_never_is(
     assert len(drive.ended) == len(ended) + 1
 
 
+def test_an_interrupt_while_the_caller_reads_too_does_not_hold_up_drain(file, opened, monkeypatch):
+    """At each line that runs in turn; threads sleep meanwhile, so that the caller reads all."""
+    monkeypatch.setattr(Reader, "_start_threads", lambda reader: None)
+    line = 0
+    while True:
+        line, left = line + 1, [line]
+
+        def trace(frame, event, argument, left=left):
+            if "mbolt_mlx/core" not in frame.f_code.co_filename:
+                return None
+            if event == "line":
+                left[0] -= 1
+                if not left[0]:
+                    raise KeyboardInterrupt
+            return trace
+
+        reader, batch = Reader(1), Batch()
+        requests = [request(opened, 4096 * n, 100) for n in range(3)]
+        reader.start(requests, batch)
+        before = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            reader.help(batch)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        draining = threading.Thread(target=batch.drain, daemon=True)
+        draining.start()
+        draining.join(5)
+        assert not draining.is_alive(), f"after an interrupt at line {line}"
+        if left[0] > 0:
+            break
+    assert line > 20
+
+
+def test_the_caller_leaves_other_batches_to_the_threads(file, opened, monkeypatch):
+    monkeypatch.setattr(Reader, "_start_threads", lambda reader: None)
+    reader, mine, other = Reader(1), Batch(), Batch()
+    reader.start([request(opened, 0, 100)], other)
+    reader.start([request(opened, 100, 100)], mine)
+    reader.help(mine)
+    assert (mine.left, other.left) == (1, 1) and not other._done
+    reader.help(mine)
+    assert len(mine.take()) == 1
+
+
 def reading_threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("mbolt-read")}
 
