@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mbolt_mlx.core.errors import UsageError
+from mbolt_mlx.core.reads import THREADS
 from mbolt_mlx.core.residency import DEFAULT_POLICY, POLICIES
 from mbolt_mlx.core.sizes import parse_size
 
@@ -15,6 +16,7 @@ MODEL_HELP = (
     "a folder, a hub repository ORG/NAME, a short name that `mbolt-mlx models` lists, or demo, "
     "the small model that ships"
 )
+READ_THREADS_HELP = f"reads at a time, 1 to 256 (default: {THREADS})"
 GGUF_HELP = "a GGUF file (of a split model, any of its files)"
 
 T = TypeVar("T")
@@ -59,7 +61,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help=f"which experts stay in memory (default: {DEFAULT_POLICY})",
     )
     group.add_argument(
-        "--read-threads", type=read_threads, metavar="N", help="reads at a time, 1 to 256"
+        "--read-threads",
+        type=read_threads,
+        metavar="N",
+        help=READ_THREADS_HELP,
     )
     group.add_argument(
         "--direct",

@@ -10,7 +10,7 @@ from typing import Any
 
 from mbolt_mlx.bench import machine, plan, report, tokens
 from mbolt_mlx.bench.measure import Job
-from mbolt_mlx.cli.arguments import MODEL_HELP, fraction, read_threads
+from mbolt_mlx.cli.arguments import MODEL_HELP, READ_THREADS_HELP, fraction, read_threads
 from mbolt_mlx.core.errors import UsageError
 from mbolt_mlx.core.report import check_report
 from mbolt_mlx.core.residency import POLICIES
@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="default",
         help="which experts stay in memory",
     )
-    add("--read-threads", type=read_threads, metavar="N", help="reads at a time, 1 to 256")
+    add("--read-threads", type=read_threads, metavar="N", help=READ_THREADS_HELP)
     add(
         "--direct",
         action=argparse.BooleanOptionalAction,
@@ -114,6 +114,8 @@ def prepare(args: argparse.Namespace) -> tuple[Path, list[Job]]:
     for name in ("runs", "prefill", "decode", "prefill_step_size"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is at least 1", found=getattr(args, name))
+    if args.drop_all_caches and not args.cold:
+        raise UsageError("--drop-all-caches needs --cold")
     residents = [fraction(part) for part in args.resident.split(",")]
     if args.side_file and not Path(args.side_file).is_file():
         raise UsageError("no such side-file", path=args.side_file)

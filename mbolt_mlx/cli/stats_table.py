@@ -150,7 +150,7 @@ def law_line(law: SpeedLaw) -> str:
     if law.drive is None or law.gain is None:
         return f"{start}; g is not known: the drive could not be measured"
     if law.has_side_file:
-        gained = f"{law.before:.0f} reads an expert became {law.after:.2f}"
+        gained = f"{law.before:.0f} pieces an expert became {law.after:.2f} reads"
     else:
         faster = speedup(law.share, law.gain)
         gained = f"a side-file would turn {law.before:.2f} reads an expert into 1: {faster:.2f}x"

@@ -212,6 +212,12 @@ def _check_options(
 def _check_adapter(folder: Path, layers: Sequence[ExpertLayer]) -> None:
     """Refuse an adapter that changes experts before anything is loaded."""
     path = folder / "adapters.safetensors"
+    if not path.is_file():
+        raise UsageError(
+            "not the folder of an adapter",
+            path=folder,
+            expected="adapters.safetensors and adapter_config.json, as mlx_lm.lora writes them",
+        )
     tensors, *_ = read_header(path)
     modules = [layer.module for layer in layers]
     for name in tensors:

@@ -46,6 +46,7 @@ class Law:
 
 # The slower of two has one more degree of freedom: where one bound ends.
 _CLEARLY, _LEAST_ROWS = 0.5, 4
+_FLAT_ROWS, _SAME, _MANY, _NOT_MUCH_WORSE = 3, 0.05, 16, 4.0
 # An Apple SSD, as the public measurements that the design cites imply it. Probe your own.
 DEFAULT_LAW = Law(100e-6, 6e9)
 
@@ -64,7 +65,8 @@ def fit(points: Iterable[tuple[float, float, float]]) -> Law:
     """t_op and BW from measurements ``(reads, bytes, seconds)``.
 
     Least squares on relative errors, so that a small read counts as much as a large one. Of the two
-    forms of the law, the one that fits better; the sum, unless the other is clearly better.
+    forms of the law, the one that fits better; the sum, unless the other is clearly better, or
+    reads of very different sizes take the same time, as only a limit on operations makes them.
 
     Raises:
         UsageError: when fewer than two different measurements are given.
@@ -73,11 +75,26 @@ def fit(points: Iterable[tuple[float, float, float]]) -> Law:
     rows = rows[rows[:, 2] > 0]
     if len(rows) < 2 or np.linalg.matrix_rank(rows[:, :2]) < 2:
         raise UsageError("two measurements with different bytes a read are needed for a fit")
-    both = [_fit_sum(rows), *_fits_slower(rows)]
-    off = [float(np.square(errors(law, rows)).sum()) for law in both]
-    best = int(np.argmin(off))
-    clear = len(rows) >= _LEAST_ROWS and off[best] < _CLEARLY * off[0]
-    return both[best] if clear else both[0]
+    added = _fit_sum(rows)
+    if len(rows) < _LEAST_ROWS:
+        return added
+    slower = min(_fits_slower(rows), key=lambda law: _off(law, rows))
+    clearly = _NOT_MUCH_WORSE if _flat(rows) else _CLEARLY
+    return slower if _off(slower, rows) < clearly * _off(added, rows) else added
+
+
+def _off(law: Law, rows: np.ndarray) -> float:
+    return float(np.square(errors(law, rows)).sum())
+
+
+def _flat(rows: np.ndarray) -> bool:
+    """Whether the smallest reads take the same time, though one has many times another's bytes."""
+    sizes = rows[:, 1] / rows[:, 0]
+    small = np.argsort(sizes)[:_FLAT_ROWS]
+    each = rows[small, 2] / rows[small, 0]
+    return len(rows) > _FLAT_ROWS and bool(
+        each.max() < (1.0 + _SAME) * each.min() and sizes[small[-1]] >= _MANY * sizes[small[0]]
+    )
 
 
 def _fit_sum(rows: np.ndarray) -> Law:

@@ -195,7 +195,9 @@ def open_probe(path: str | Path) -> dict[str, Any]:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"not JSON: {error}", path=path) from error
+        raise TraceError(
+            f"not JSON: {error}", path=path, hint="`mbolt-mlx probe -o FILE` writes a probe"
+        ) from error
     if not isinstance(document, dict):
         raise TraceError("not the result of a probe", path=path)
     kind, version = document.get("format", FORMAT), document.get("version", VERSION)
@@ -249,9 +251,16 @@ def _measure(
     fd, direct = files.open_cold(path)
     try:
         size, _ = files.size_and_mtime(fd)
+        least = 4 * sorted(sizes)[1]
         sizes = [n for n in sizes if n <= size // 4]
         if len(sizes) < 2:
-            raise UsageError("the file is too small to probe a drive with", path=path, found=size)
+            raise UsageError(
+                "the file is too small to probe a drive with",
+                path=path,
+                expected=f"at least {least} bytes",
+                found=size,
+                hint="name another one, or a folder",
+            )
         each = seconds / (len(sizes) * len(depths))
         points = []
         for number, (depth, nbytes) in enumerate((d, n) for d in depths for n in sizes):

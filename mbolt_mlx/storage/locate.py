@@ -27,7 +27,8 @@ from mbolt_mlx.storage.plan import TENSOR_SUFFIX
 from mbolt_mlx.storage.stamp import Source, sample_of, source_of
 
 NAME = "experts.safetensors"
-_HEAD = 4096  # a side-file's header says what it is first
+#: within so many bytes a side-file says what it is, and of which source
+HEAD_BYTES = 4096
 _REWRITE = "write it again with mbolt-mlx coalesce"
 
 
@@ -132,12 +133,14 @@ def check_is_side_file(path: Path) -> None:
     if manifest_path(path).exists():
         return
     try:
-        head = read_head(path, _HEAD)
+        head = read_head(path, HEAD_BYTES)
     except ReadError as error:
         raise SideFileError(error.message, path=path) from error
     if f'"{FORMAT}"'.encode() not in head:
         what = "a safetensors file, but " if head[8:10] == b'{"' else ""
-        raise SideFileError(f"{what}not a side-file", path=path)
+        raise SideFileError(
+            f"{what}not a side-file", path=path, hint="mbolt-mlx coalesce writes one"
+        )
 
 
 def read_side_file(path: Path) -> tuple[Header, Manifest]:

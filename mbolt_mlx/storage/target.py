@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from mbolt_mlx.core import files
 from mbolt_mlx.core.errors import CheckpointError, OutputError, ReadError, SideFileError
+from mbolt_mlx.core.head import read_head
 from mbolt_mlx.storage.checkpoint import Checkpoint
 from mbolt_mlx.storage.experts import ExpertLayer
 from mbolt_mlx.storage.header import read_header_of
-from mbolt_mlx.storage.locate import SideFile, check_source, open_side_file
+from mbolt_mlx.storage.locate import HEAD_BYTES, SideFile, check_source, open_side_file
 from mbolt_mlx.storage.manifest import FORMAT, Manifest, manifest_path
 from mbolt_mlx.storage.plan import Plan
 
@@ -56,8 +58,8 @@ def existing(
     With ``any_order`` its blocks may lie in another order than the plan's.
 
     Raises:
-        OutputError: when what is there is not a side-file, or one of another source (``force``
-            allows the latter to be replaced).
+        OutputError: when what is there is not a side-file, not even a damaged one, or one of
+            another source (``force`` allows the latter to be replaced).
     """
     manifest = manifest_path(target)
     if not target.exists():
@@ -67,7 +69,7 @@ def existing(
     try:
         metadata = read_header_of(target).metadata
     except CheckpointError:
-        metadata = {}
+        metadata = _damaged(target)
     if metadata.get("format") != FORMAT:
         raise OutputError(
             "exists and is not a side-file", path=target, hint="choose another name or remove it"
@@ -90,6 +92,19 @@ def existing(
         if not any_order and not (entry.offsets == layer.starts).all():
             return None
     return found
+
+
+def _damaged(target: Path) -> dict[str, str]:
+    """What the beginning of a file, or the manifest beside it, says that it was; else nothing."""
+    try:
+        head = read_head(target, HEAD_BYTES).decode("utf-8", "replace")
+        stamp = re.search(r'"source_stamp" *: *"([^"]*)"', head)
+        if f'"{FORMAT}"' in head and stamp:
+            return {"format": FORMAT, "source_stamp": stamp[1]}
+        beside = Manifest.read(manifest_path(target))
+        return {"format": FORMAT, "source_stamp": beside.source.stamp}
+    except (ReadError, SideFileError):
+        return {}
 
 
 def _check_same_source(target: Path, checkpoint: Checkpoint) -> None:

@@ -102,6 +102,11 @@ def test_cold_is_proven_or_the_command_fails(tiny_model, tmp_path, capsys):
     assert ("is not cold" in capsys.readouterr().err) == (not enough)
 
 
+def test_dropping_all_caches_is_for_cold_runs(tiny_model, capsys):
+    assert bench(tiny_model, "--drop-all-caches") == 2
+    assert "--drop-all-caches needs --cold" in capsys.readouterr().err
+
+
 def test_a_warm_run_that_was_asked_to_be_cold_fails(tiny_model, monkeypatch, capsys):
     from mbolt_mlx.bench import plan
 

@@ -90,11 +90,13 @@ def test_a_file_that_is_no_side_file_is_wrong_input(pair, tmp_path, capsys, data
     other = tmp_path / "README.md"
     other.write_bytes(data)
     err = said(capsys, arguments((pair[0], other)), 2)
-    assert err.endswith("README.md: not a side-file")
+    assert err.endswith("README.md: not a side-file; mbolt-mlx coalesce writes one")
     err = said(capsys, ["profile", str(other), "-o", str(tmp_path / "p.json")], 2)
-    assert err.endswith("README.md: not a side-file")
+    assert err.endswith("README.md: not a side-file; mbolt-mlx coalesce writes one")
     generate = ["generate", "--model", str(pair[0]), "--prompt", "x", "--side-file"]
-    assert said(capsys, [*generate, str(other)], 2).endswith("README.md: not a side-file")
+    assert said(capsys, [*generate, str(other)], 2).endswith(
+        "README.md: not a side-file; mbolt-mlx coalesce writes one"
+    )
     assert said(capsys, [*generate, str(tmp_path / "nope")], 2).endswith("nope: no such file")
     nope = ["profile", str(tmp_path / "n.safetensors"), "-o", str(tmp_path / "p.json")]
     assert said(capsys, nope, 2).endswith("n.safetensors: no such file")

@@ -193,6 +193,11 @@ def test_an_adapter_folder_that_is_none(make, tmp_path, what):
     assert text.startswith(str(folder))
 
 
+def test_an_adapter_that_is_none(make, tmp_path):
+    text = refused(UsageError, str(make(**SHAPE)), adapter_path=str(tmp_path))
+    assert text.startswith(f"{tmp_path}: not the folder of an adapter") and "adapters." in text
+
+
 @pytest.mark.parametrize("resident", [0.25, 1.0])
 @pytest.mark.parametrize("mode", ["none", "affine4"])
 def test_lora_on_the_loaded_model(make, mode, resident):

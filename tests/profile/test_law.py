@@ -116,3 +116,29 @@ def test_the_sum_is_kept_unless_the_other_form_is_clearly_better():
     for _ in range(20):
         points = [(1, n, law.seconds(1, n) * rng.uniform(0.93, 1.07)) for n in SIZES]
         assert not fit(points).slower
+
+
+# A drive held to 2,000 reads a second whose own rate changed twofold meanwhile: four reads at a
+# time of 4 KiB to 16 MiB, microseconds a read, as measured.
+HELD = [
+    (500, 501, 492, 1570, 4730, 14231),
+    (500, 500, 489, 1384, 5033, 13395),
+    (500, 500, 500, 1041, 5290, 14855),
+    (500, 500, 500, 1203, 3472, 11365),
+]
+BYTES = [n << 10 for n in (4, 64, 256, 1024, 4096, 16384)]
+
+
+@pytest.mark.parametrize("row", HELD)
+def test_reads_that_take_the_same_time_whatever_their_size_show_a_limit(row):
+    found = fit([(1, n, us * 1e-6) for n, us in zip(BYTES, row, strict=True)])
+    assert found.slower and found.t_op == pytest.approx(500e-6, rel=0.02)
+
+
+def test_a_far_drive_that_is_fast_is_not_taken_for_a_limited_one():
+    """Its small reads take the same time as well, but its large ones take that longer."""
+    far = Law(1e-3, 5e9)
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        found = fit([(1, n, far.seconds(1, n) * rng.uniform(0.98, 1.02)) for n in BYTES])
+        assert not found.slower and found.t_op == pytest.approx(1e-3, rel=0.03)

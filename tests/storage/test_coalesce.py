@@ -245,6 +245,36 @@ def test_output_that_exists_and_is_not_ours(tiny_model, tmp_path):
     assert other.read_text() == "precious"
 
 
+@pytest.mark.parametrize("what", ["blocks", "header", "everything"])
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_damaged_side_file_is_written_again(tiny_model, tmp_path, what, manifest, force):
+    checkpoint, layers = opened(tiny_model)
+    target = tmp_path / "s"
+    coalesce(checkpoint, layers, target)
+    before = sha(target)
+    keep = {"blocks": target.stat().st_size - 1, "header": 1500, "everything": 0}[what]
+    os.truncate(target, keep)
+    if not manifest:
+        manifest_path(target).unlink()
+    if what == "everything" and not manifest:
+        refused(checkpoint, layers, target, "not a side-file", force=force)
+        return
+    coalesce(checkpoint, layers, target, force=force)
+    assert sha(target) == before
+    check_all(target, checkpoint, layers)
+
+
+def test_a_damaged_side_file_of_another_model_is_not_replaced(tiny_model, tiny_model_q4, tmp_path):
+    target = tmp_path / "s"
+    coalesce(*opened(tiny_model), target)
+    os.truncate(target, target.stat().st_size // 2)
+    checkpoint, layers = opened(tiny_model_q4)
+    refused(checkpoint, layers, target, "another source", "--force")
+    coalesce(checkpoint, layers, target, force=True)
+    check_all(target, checkpoint, layers)
+
+
 def test_manifest_name_taken_by_another_file(tiny_model, tmp_path):
     checkpoint, layers = opened(tiny_model)
     (tmp_path / "s.manifest.json").write_text("{}")
