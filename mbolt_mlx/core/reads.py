@@ -32,9 +32,11 @@ BOUNCE_BYTES = 4 << 20
 # Up to this a thread's wake counts; of more, the kernel's queue may hold up who hands it in.
 ASYNCHRONOUS_MAX = 4 << 20
 # Where so many starts held up the caller until all was read, for longer than it takes to wake a
-# thread for each read, and none did not, the file system has no asynchronous reads.
+# thread for each read, and none did not, the file system has no asynchronous reads. Starts of fewer
+# bytes tell nothing: on a busy machine they have ended before anybody looks.
 _TRIALS = 8
 _WAKE_S = 1e-4
+_TELLING_BYTES = 256 << 10
 
 
 class Request:
@@ -295,7 +297,8 @@ class Reader:
         batch.ended(refused)
         if self._trials:
             held = batch.stream.held_s - held
-            slow = held > _WAKE_S * len(requests)
+            telling = sum(request.nbytes for request in requests) >= _TELLING_BYTES
+            slow = telling and held > _WAKE_S * len(requests)
             self._try_out(batch, batch.stream, slow or bool(refused))
         return True
 
