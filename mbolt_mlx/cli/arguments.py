@@ -60,12 +60,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default="default",
         help=f"which experts stay in memory (default: {DEFAULT_POLICY})",
     )
-    group.add_argument(
-        "--read-threads",
-        type=read_threads,
-        metavar="N",
-        help=READ_THREADS_HELP,
-    )
+    group.add_argument("--read-threads", type=read_threads, metavar="N", help=READ_THREADS_HELP)
     group.add_argument(
         "--direct",
         action=argparse.BooleanOptionalAction,

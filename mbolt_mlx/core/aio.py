@@ -1,9 +1,9 @@
 """Linux's own asynchronous reads: one system call starts many, one waits until many have ended.
 
 A thread that reads has to be woken for each read, and the caller for each that has ended. The
-kernel's queue needs neither: beside the reads themselves, a miss costs a half to two thirds of the
-processor time. (io_submit(2), io_getevents(2); struct iocb of linux/aio_abi.h. The C library has no
-functions for these calls, so they are made by number.)
+kernel's queue needs neither (what that saves: examples/bench/miss_path.py). (io_submit(2),
+io_getevents(2); struct iocb of linux/aio_abi.h. The C library has no functions for these calls, so
+they are made by number.)
 
 Only direct reads are asynchronous there, and not on every file system.
 """
@@ -118,8 +118,9 @@ class Queue:
     """
 
     def __init__(self, depth: int) -> None:
-        for left in [one for one in list(_CONTEXTS) if one.queue() is None]:
-            left.end()
+        for one in list(_CONTEXTS):
+            if one.queue() is None:
+                one.end()
         self.depth = depth
         #: seconds that starting reads has taken
         self.held_s = 0.0

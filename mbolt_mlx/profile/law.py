@@ -92,9 +92,8 @@ def _flat(rows: np.ndarray) -> bool:
     sizes = rows[:, 1] / rows[:, 0]
     small = np.argsort(sizes)[:_FLAT_ROWS]
     each = rows[small, 2] / rows[small, 0]
-    return len(rows) > _FLAT_ROWS and bool(
-        each.max() < (1.0 + _SAME) * each.min() and sizes[small[-1]] >= _MANY * sizes[small[0]]
-    )
+    same = each.max() < (1.0 + _SAME) * each.min()
+    return bool(same and sizes[small[-1]] >= _MANY * sizes[small[0]])
 
 
 def _fit_sum(rows: np.ndarray) -> Law:

@@ -37,16 +37,6 @@ def file(tmp_path_factory):
 
 
 @pytest.fixture
-def direct(file):
-    try:
-        fd = files.open_read(file[0], direct=True)
-    except ReadError:
-        pytest.skip("the file system has no direct reads")
-    yield fd
-    os.close(fd)
-
-
-@pytest.fixture
 def reader(file, direct):
     """A reader past its trial, where the system has such a queue at all."""
     try:

@@ -132,17 +132,6 @@ def test_merged_reads_bring_every_byte_where_it_is_wanted(file, opened, reader, 
 # --- bounced reads
 
 
-@pytest.fixture
-def direct(file):
-    """A descriptor whose reads must be aligned, where the file system has them."""
-    try:
-        fd = files.open_read(file[0], direct=True)
-    except ReadError:
-        pytest.skip("the file system has no direct reads")
-    yield fd
-    os.close(fd)
-
-
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 5000])
 def test_a_direct_read_may_begin_and_end_anywhere(file, direct, size):
     _, data = file
